@@ -1,0 +1,108 @@
+"""Reading integer arguments that may be host values or traced: dtype, rank and (host only) value checks.
+
+Only conversions and checks with their messages live here; what the numbers mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+Array = np.ndarray[Any, Any] | jax.Array
+"""An array on the host (numpy) or on a device, traced or not."""
+
+IntLike = ArrayLike | list[int] | list[list[int]] | tuple[int, ...]
+
+INT32_MAX = 2**31 - 1
+
+
+def all_host(*arrays: Any) -> bool:
+    """Whether no array is a jax.Array; tracers are jax.Arrays too."""
+    return not any(isinstance(a, jax.Array) for a in arrays)
+
+
+def ints(name: str, value: Any, ndim: int) -> Array:
+    """`value` as int32 of rank `ndim`: a private numpy copy of host values, jnp of traced ones."""
+    if isinstance(value, jax.Array):
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"{name} must be an integer array, got {value.dtype}")
+        if value.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimension(s), got shape {value.shape}")
+        return value.astype(jnp.int32)
+    arr = np.asarray(value)
+    if arr.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {arr.shape}")
+    if arr.dtype == np.int32:
+        return arr.copy()  # the caller may reuse its buffer while a dispatched step still reads ours
+    if arr.dtype.kind not in "iu":
+        if arr.size or isinstance(value, np.ndarray):  # [] has no dtype of its own
+            raise ValueError(f"{name} must be an integer array, got {arr.dtype}")
+    elif arr.size and (arr.max() > INT32_MAX or arr.min() < -INT32_MAX - 1):
+        raise ValueError(f"{name} holds {arr.max()} or {arr.min()}, which int32 cannot")
+    return arr.astype(np.int32)
+
+
+def indptr(name: str, value: Any) -> Array:
+    """`value` as int32 [rows + 1]; on the host it must start at 0 and never decrease."""
+    arr = ints(name, value, 1)
+    if arr.shape[0] == 0:
+        raise ValueError(f"{name} must have rows + 1 entries, got none")
+    if all_host(arr):
+        if arr[0] != 0:
+            raise ValueError(f"{name} must start at 0, got {arr[0]}")
+        down = arr[1:] < arr[:-1]
+        if down.any():
+            r = int(down.argmax())
+            raise ValueError(f"{name} decreases at row {r}: {arr[r]} then {arr[r + 1]}")
+    return arr
+
+
+def lengths(name: str, value: Any) -> Array:
+    """`value` as int32 [rows]; on the host none may be negative."""
+    arr = ints(name, value, 1)
+    if all_host(arr) and arr.size and arr.min() < 0:
+        r = int(arr.argmin())
+        raise ValueError(f"{name}[{r}] = {arr[r]} is negative")
+    return arr
+
+
+def static_int(name: str, value: Any) -> int:
+    """`value` as a Python int >= 0; bools and traced values are no static ints."""
+    if isinstance(value, jax.Array):
+        raise TypeError(f"{name} is static and must be a Python int, got a jax.Array")
+    if isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} must be an int, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an int, got {value!r}") from None
+    if not 0 <= number <= INT32_MAX:
+        raise ValueError(f"{name} must be in [0, {INT32_MAX}], got {number}")
+    return number
+
+
+def positive(name: str, value: Any) -> int:
+    """`value` as a Python int >= 1."""
+    number = static_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def capacity(name: str, value: Any, ptr_name: str, ptr: Array) -> int:
+    """The static capacity `value`, by default the last entry of the indptr, which it must cover."""
+    if value is None:
+        if not all_host(ptr):
+            raise TypeError(
+                f"{name}=None needs {ptr_name} on the host; with a jax.Array give {name} as an int"
+            )
+        return int(ptr[-1])
+    number = static_int(name, value)
+    if all_host(ptr) and number < ptr[-1]:
+        raise ValueError(f"{name} {number} is smaller than {ptr_name}[-1] = {ptr[-1]}")
+    return number
