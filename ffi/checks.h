@@ -1,0 +1,218 @@
+// From XLA buffers and attributes to the parameter structs: shapes, strides, optional operands. Platform handlers
+// (handlers_cpu.cc) add the launch. Python has checked every call with better words (jaxinfer/attention.py,
+// jaxinfer/cache.py); what is checked again here keeps a hand-made or stale program from reading out of bounds.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxinfer {
+
+namespace ffi = xla::ffi;
+
+using IntBuffer = ffi::Buffer<ffi::DataType::S32>;
+
+#define JAXINFER_CHECK(condition, text) \
+  if (!(condition)) return ffi::Error::InvalidArgument(std::string("jaxinfer: ") + (text))
+
+#define JAXINFER_RETURN_IF_ERROR(expression)                     \
+  if (ffi::Error status = (expression); status.failure()) {      \
+    return status;                                               \
+  }
+
+inline ffi::Error to_dtype(ffi::DataType type, DType* dtype) {
+  switch (type) {
+    case ffi::DataType::F32: *dtype = DType::kF32; return ffi::Error::Success();
+    case ffi::DataType::F16: *dtype = DType::kF16; return ffi::Error::Success();
+    case ffi::DataType::BF16: *dtype = DType::kBF16; return ffi::Error::Success();
+    default: return ffi::Error::InvalidArgument("jaxinfer: dtype must be float32, float16 or bfloat16");
+  }
+}
+
+// An optional operand is passed with zero elements when it is absent.
+template <typename Buffer>
+auto* data_or_null(const Buffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+}
+
+// Shape and strides of one cache tensor, [num_layers?, num_pages, page_size, num_kv_heads, head_dim] ("NHD"),
+// [num_layers?, num_pages, num_kv_heads, page_size, head_dim] ("HND"), or contiguous
+// [num_layers?, num_kv_tokens, num_kv_heads, head_dim].
+struct CacheShape {
+  int64_t num_layers, num_pages, page_size, num_kv_heads, head_dim;
+  CacheStrides strides;
+};
+
+inline ffi::Error read_cache_shape(ffi::AnyBuffer::Dimensions dims, bool hnd, bool contiguous, bool has_layer,
+                                   CacheShape* shape) {
+  const size_t first = has_layer ? 1 : 0;
+  JAXINFER_CHECK(dims.size() == first + (contiguous ? 3 : 4), "a cache tensor has the wrong rank");
+  const auto* d = dims.begin() + first;
+  shape->num_layers = has_layer ? dims[0] : 1;
+  shape->num_pages = d[0];
+  shape->page_size = contiguous ? 1 : hnd ? d[2] : d[1];
+  shape->num_kv_heads = contiguous ? d[1] : hnd ? d[1] : d[2];
+  shape->head_dim = contiguous ? d[2] : d[3];
+  CacheStrides& s = shape->strides;
+  s.head = hnd && !contiguous ? shape->page_size * shape->head_dim : shape->head_dim;
+  s.token = hnd && !contiguous ? shape->head_dim : shape->num_kv_heads * shape->head_dim;
+  s.page = shape->page_size * shape->num_kv_heads * shape->head_dim;
+  s.layer = has_layer ? shape->num_pages * s.page : 0;
+  return ffi::Error::Success();
+}
+
+// The static facts of a plan as they travel in attributes: per class (tile, packed, num_queues, num_ctas,
+// item_capacity).
+inline ffi::Error read_plan_format(ffi::Span<const int32_t> classes, int32_t merge_capacity, int32_t slot_capacity,
+                                   PlanFormat* format) {
+  constexpr size_t kFields = 5;
+  JAXINFER_CHECK(classes.size() == kFields || classes.size() == kFields * kMaxClasses, "malformed plan classes");
+  *format = PlanFormat{};
+  format->num_classes = static_cast<int32_t>(classes.size() / kFields);
+  for (int32_t c = 0; c < format->num_classes; ++c) {
+    const int32_t* field = classes.begin() + static_cast<size_t>(c) * kFields;
+    format->classes[c] = ClassFormat{.tile = field[0], .packed = field[1], .num_queues = field[2],
+                                     .num_ctas = field[3], .item_capacity = field[4], .queue_indptr = 0, .items = 0};
+  }
+  format->merge_capacity = merge_capacity;
+  format->slot_capacity = slot_capacity;
+  lay_out(format);
+  return ffi::Error::Success();
+}
+
+// Operands and results of the attention call, in the order of jaxinfer/ffi.py.
+struct AttentionCall {
+  ffi::AnyBuffer q, k, v;
+  IntBuffer layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len;
+  ffi::Buffer<ffi::DataType::U8> mask_bits;
+  IntBuffer mask_indptr;
+  ffi::Result<ffi::AnyBuffer> o;
+  ffi::ResultBuffer<ffi::DataType::F32> lse, workspace;
+};
+
+struct AttentionAttributes {
+  int32_t rules;
+  float sm_scale, logits_soft_cap;
+  int32_t window_left, window_right;
+  bool hnd, contiguous, has_layer;
+  ffi::Span<const int32_t> plan_classes;
+  int32_t merge_capacity, slot_capacity;
+};
+
+inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& attributes, AttentionParams* params) {
+  *params = AttentionParams{};
+  JAXINFER_RETURN_IF_ERROR(to_dtype(call.q.element_type(), &params->dtype));
+  JAXINFER_CHECK(call.k.element_type() == call.q.element_type() && call.v.element_type() == call.q.element_type() &&
+                     call.o->element_type() == call.q.element_type(),
+                 "q, k, v and o must share one dtype");
+  CacheShape k_shape, v_shape;
+  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.k.dimensions(), attributes.hnd, attributes.contiguous,
+                                            attributes.has_layer, &k_shape));
+  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.v.dimensions(), attributes.hnd, attributes.contiguous,
+                                            attributes.has_layer, &v_shape));
+  const auto q_dims = call.q.dimensions();
+  JAXINFER_CHECK(q_dims.size() == 3, "q must be [num_tokens, num_qo_heads, head_dim]");
+  JAXINFER_CHECK(k_shape.num_layers == v_shape.num_layers && k_shape.num_pages == v_shape.num_pages &&
+                     k_shape.page_size == v_shape.page_size && k_shape.num_kv_heads == v_shape.num_kv_heads,
+                 "k and v differ in more than head_dim");
+  JAXINFER_CHECK(q_dims[2] == k_shape.head_dim, "q and k differ in head_dim");
+  JAXINFER_CHECK(k_shape.num_kv_heads > 0 && q_dims[1] % k_shape.num_kv_heads == 0, "heads do not divide");
+
+  JAXINFER_RETURN_IF_ERROR(read_plan_format(attributes.plan_classes, attributes.merge_capacity,
+                                            attributes.slot_capacity, &params->format));
+  JAXINFER_CHECK(static_cast<int64_t>(call.plan.element_count()) == params->format.num_words,
+                 "the plan has " + std::to_string(call.plan.element_count()) + " words, expected " +
+                     std::to_string(params->format.num_words));
+  const int64_t state_size = q_dims[1] * (v_shape.head_dim + 1);
+  JAXINFER_CHECK(static_cast<int64_t>(call.workspace->element_count()) >=
+                     int64_t{params->format.slot_capacity} * state_size,
+                 "the workspace is smaller than the plan's partial states");
+  JAXINFER_CHECK(static_cast<int64_t>(call.q_pos.element_count()) == q_dims[0], "q_pos and q differ in num_tokens");
+  JAXINFER_CHECK(call.block_pos.element_count() == 0 ||
+                     call.block_pos.element_count() == call.kv_indices.element_count(),
+                 "block_pos and kv_indices differ in length");
+
+  params->q = call.q.untyped_data();
+  params->k = call.k.untyped_data();
+  params->v = call.v.untyped_data();
+  params->layer = attributes.has_layer ? call.layer.typed_data() : nullptr;
+  params->plan = call.plan.typed_data();
+  params->kv_indices = data_or_null(call.kv_indices);
+  params->kv_offset = call.kv_offset.typed_data();
+  params->q_pos = call.q_pos.typed_data();
+  params->block_pos = data_or_null(call.block_pos);
+  params->o = call.o->untyped_data();
+  params->lse = call.lse->typed_data();
+  params->partial_o = call.workspace->typed_data();
+  params->partial_lse = params->partial_o + int64_t{params->format.slot_capacity} * q_dims[1] * v_shape.head_dim;
+  params->num_tokens = static_cast<int32_t>(q_dims[0]);
+  params->num_rows = static_cast<int32_t>(call.kv_offset.element_count());
+  params->num_qo_heads = static_cast<int32_t>(q_dims[1]);
+  params->num_kv_heads = static_cast<int32_t>(k_shape.num_kv_heads);
+  params->head_dim_qk = static_cast<int32_t>(k_shape.head_dim);
+  params->head_dim_vo = static_cast<int32_t>(v_shape.head_dim);
+  params->num_layers = static_cast<int32_t>(k_shape.num_layers);
+  params->num_pages = k_shape.num_pages;
+  params->page_size = static_cast<int32_t>(k_shape.page_size);
+  params->kv_indices_capacity = static_cast<int64_t>(call.kv_indices.element_count());
+  params->k_strides = k_shape.strides;
+  params->v_strides = v_shape.strides;
+  params->variant = VariantParams{.rules = static_cast<uint32_t>(attributes.rules),
+                                  .sm_scale = attributes.sm_scale,
+                                  .logits_soft_cap = attributes.logits_soft_cap,
+                                  .window_left = attributes.window_left,
+                                  .window_right = attributes.window_right,
+                                  .mask_bits = data_or_null(call.mask_bits),
+                                  .mask_indptr = data_or_null(call.mask_indptr),
+                                  .mask_capacity = static_cast<int64_t>(call.mask_bits.element_count()),
+                                  .q_start = data_or_null(call.q_start),
+                                  .kv_len = data_or_null(call.kv_len)};
+  return ffi::Error::Success();
+}
+
+// Operands of the append call, in the order of jaxinfer/ffi.py. The pools are aliased to the results.
+struct AppendCall {
+  ffi::AnyBuffer k, v;
+  IntBuffer slots, layer;
+  ffi::Result<ffi::AnyBuffer> k_pages, v_pages;
+};
+
+inline ffi::Error make_params(AppendCall& call, bool hnd, bool has_layer, AppendParams* params) {
+  *params = AppendParams{};
+  DType dtype;
+  JAXINFER_RETURN_IF_ERROR(to_dtype(call.k.element_type(), &dtype));
+  CacheShape k_shape, v_shape;
+  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.k_pages->dimensions(), hnd, false, has_layer, &k_shape));
+  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.v_pages->dimensions(), hnd, false, has_layer, &v_shape));
+  const auto k_dims = call.k.dimensions();
+  JAXINFER_CHECK(k_dims.size() == 3 && k_dims[1] == k_shape.num_kv_heads && k_dims[2] == k_shape.head_dim,
+                 "k must be [num_tokens, num_kv_heads, head_dim] of the pool");
+  const auto v_dims = call.v.dimensions();
+  JAXINFER_CHECK(v_dims.size() == 3 && v_dims[0] == k_dims[0] && v_dims[1] == v_shape.num_kv_heads &&
+                     v_dims[2] == v_shape.head_dim,
+                 "v must be [num_tokens, num_kv_heads, head_dim] of the pool");
+  JAXINFER_CHECK(static_cast<int64_t>(call.slots.element_count()) == k_dims[0], "slots and k differ in num_tokens");
+
+  params->k_pages = call.k_pages->untyped_data();
+  params->v_pages = call.v_pages->untyped_data();
+  params->k = call.k.untyped_data();
+  params->v = call.v.untyped_data();
+  params->slots = call.slots.typed_data();
+  params->layer = has_layer ? call.layer.typed_data() : nullptr;
+  params->element_size = dtype == DType::kF32 ? 4 : 2;
+  params->num_tokens = static_cast<int32_t>(k_dims[0]);
+  params->num_kv_heads = static_cast<int32_t>(k_shape.num_kv_heads);
+  params->head_dim_qk = static_cast<int32_t>(k_shape.head_dim);
+  params->head_dim_vo = static_cast<int32_t>(v_shape.head_dim);
+  params->num_layers = static_cast<int32_t>(k_shape.num_layers);
+  params->num_pages = k_shape.num_pages;
+  params->page_size = static_cast<int32_t>(k_shape.page_size);
+  params->k_strides = k_shape.strides;
+  params->v_strides = v_shape.strides;
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxinfer

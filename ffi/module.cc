@@ -1,0 +1,40 @@
+// The Python module `jaxinfer._native`: handler capsules for jax.ffi, the planner's binding, facts about the build.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "cpu/executor.h"
+#include "handlers.h"
+
+namespace nb = nanobind;
+
+namespace jaxinfer {
+
+void bind_plan(nb::module_& m);  // plan_binding.cc
+
+namespace {
+
+nb::capsule handler(XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(function), "xla._CUSTOM_CALL_TARGET");
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def(
+      "registrations",
+      [] {
+        nb::dict cpu;
+        cpu["jaxinfer_attention"] = handler(jaxinfer_attention_cpu);
+        cpu["jaxinfer_append"] = handler(jaxinfer_append_cpu);
+        nb::dict platforms;
+        platforms["cpu"] = cpu;
+        return platforms;
+      },
+      "Handler capsules by platform and FFI target name.");
+  m.def(
+      "cpu_isa", [] { return std::string(cpu::isa_name(cpu::isa())); },
+      "The instruction set that the CPU executor uses here: 'scalar', 'avx2' or 'avx512'.");
+  bind_plan(m);
+}
+
+}  // namespace jaxinfer

@@ -1,0 +1,125 @@
+"""The border between JAX and the compiled library: FFI targets, primitives, exact attribute types.
+
+The only file that lowers to FFI custom calls and the only one that casts attributes to the widths that the handlers
+in ffi/ read. What the operations mean and how their arguments are checked lives in attention.py and cache.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+try:
+    from . import _native
+except ImportError as error:
+    raise ImportError(
+        "jaxinfer's compiled library (jaxinfer._native) is missing: the package was imported from a source folder "
+        "in which it was not installed. Run `python -m pip install -e .` there, or import jaxinfer from elsewhere."
+    ) from error
+
+#: Bits of the `rules` attribute; the same values as `enum Rule` in csrc/params.h.
+RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8, "mask": 16, "softmax": 32}
+
+Attributes = Mapping[str, Any]
+
+
+def _register_targets() -> dict[str, frozenset[str]]:
+    """Registers every handler with XLA; returns the targets of each platform."""
+    targets = {}
+    for platform, handlers in _native.registrations().items():
+        for name, capsule in handlers.items():
+            jax.ffi.register_ffi_target(name, capsule, platform=platform)
+        targets[platform] = frozenset(handlers)
+    return targets
+
+
+#: FFI targets by platform.
+TARGETS = _register_targets()
+
+
+def attention_attributes(
+    *,
+    rules: Sequence[str],
+    sm_scale: float,
+    logits_soft_cap: float | None,
+    window_left: int | None,
+    window_right: int | None,
+    kv_layout: str,
+    contiguous: bool,
+    has_layer: bool,
+    plan_classes: Sequence[Sequence[int]],
+    merge_capacity: int,
+    slot_capacity: int,
+) -> Attributes:
+    """Attributes of `jaxinfer_attention`. A value whose rule is off is zero and never read."""
+    return {
+        "rules": np.int32(sum(RULES[rule] for rule in rules)),
+        "sm_scale": np.float32(sm_scale),
+        "logits_soft_cap": np.float32(logits_soft_cap or 0.0),
+        "window_left": np.int32(window_left or 0),
+        "window_right": np.int32(window_right or 0),
+        "hnd": np.bool_(kv_layout == "HND"),
+        "contiguous": np.bool_(contiguous),
+        "has_layer": np.bool_(has_layer),
+        "plan_classes": np.asarray(plan_classes, np.int32).reshape(-1),
+        "merge_capacity": np.int32(merge_capacity),
+        "slot_capacity": np.int32(slot_capacity),
+    }
+
+
+def append_attributes(*, kv_layout: str, has_layer: bool) -> Attributes:
+    """Attributes of `jaxinfer_append`."""
+    return {"hnd": np.bool_(kv_layout == "HND"), "has_layer": np.bool_(has_layer)}
+
+
+def make_primitive(
+    target: str,
+    abstract_eval: Callable[..., Sequence[Any]],
+    attributes: Callable[..., Attributes],
+    *,
+    aliases: Mapping[int, int] | None = None,
+    instead: str,
+) -> Primitive:
+    """A JAX primitive that lowers to the FFI target of the same name on every platform that has one.
+
+    Args:
+      target: FFI target, which is also the primitive's name.
+      abstract_eval: result avals from operand avals and the primitive's static parameters.
+      attributes: the static parameters, cast to what the handler reads.
+      aliases: operand index -> index of the result that is updated in place.
+      instead: what a caller can do where the primitive has no kernel or no rule, one sentence.
+    """
+    primitive = Primitive(target)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(lambda *args, **params: xla.apply_primitive(primitive, *args, **params))
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases or {}))
+        return rule(ctx, *operands, **attributes(**params))
+
+    def refuse_platform(ctx: Any, *operands: Any, **params: Any) -> Any:
+        raise NotImplementedError(
+            f"{target} has no kernel for platform {ctx.module_context.platforms}; it runs on "
+            f"{sorted(platform for platform, names in TARGETS.items() if target in names)}. {instead}"
+        )
+
+    mlir.register_lowering(primitive, refuse_platform)
+    for platform, names in TARGETS.items():
+        if target in names:
+            mlir.register_lowering(primitive, lower, platform=platform)
+
+    def refuse(what: str) -> Callable[..., Any]:
+        def rule(*args: Any, **params: Any) -> Any:
+            raise NotImplementedError(f"{target} does not support {what}. {instead}")
+
+        return rule
+
+    ad.primitive_jvps[primitive] = refuse("differentiation (it serves models)")
+    batching.primitive_batchers[primitive] = refuse("jax.vmap (requests of a batch are rows of one layout)")
+    return primitive
