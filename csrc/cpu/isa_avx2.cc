@@ -1,0 +1,5 @@
+// The executor's inner code for AVX2, FMA and F16C. The build gives this file its flags.
+#define JAXINFER_ISA avx2
+#define JAXINFER_VEC_WIDTH 8
+
+#include "cpu/isa_impl.h"
