@@ -1,0 +1,236 @@
+// The schedules. All arithmetic is in integers and every tie goes to the lower index, so that the same
+// lengths give the same plan on any machine.
+#include "plan/schedule.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "plan/clip.h"
+#include "plan/cost.h"
+
+namespace jaxinfer {
+namespace {
+
+// K and V that a section's rows may keep in L2 for the heads that run at once.
+constexpr int64_t kSectionBytes = int64_t{16} << 20;
+
+// Stable: sorts `order` by ascending keys[order[i]], a byte at a time, so that equal keys keep their index
+// order.
+void radix_sort(const std::vector<uint64_t>& keys, std::vector<int32_t>* order) {
+  static thread_local std::vector<int32_t> sorted;
+  sorted.resize(order->size());
+  uint64_t used_bits = 0;
+  for (uint64_t key : keys) used_bits |= key;
+  for (int shift = 0; shift < 64 && used_bits >> shift != 0; shift += 8) {
+    size_t begin[257] = {};
+    for (uint64_t key : keys) ++begin[(key >> shift & 255) + 1];
+    std::partial_sum(begin, begin + 257, begin);
+    for (int32_t i : *order) sorted[begin[keys[i] >> shift & 255]++] = i;
+    order->swap(sorted);
+  }
+}
+
+// Queues by load; the least loaded one, the lowest index among equals, takes what comes next.
+class LeastLoaded {
+ public:
+  LeastLoaded(std::vector<std::pair<int64_t, int32_t>>* heap, int32_t num_queues) : heap_(*heap) {
+    heap_.clear();
+    for (int32_t q = 0; q < num_queues; ++q) heap_.emplace_back(0, q);
+  }
+  int64_t load() const { return heap_[0].first; }
+  int32_t queue() const { return heap_[0].second; }
+  void add(int64_t cost) {
+    std::pair<int64_t, int32_t> moved{heap_[0].first + cost, heap_[0].second};
+    size_t hole = 0;
+    for (size_t child = 1; child < heap_.size(); child = 2 * hole + 1) {
+      if (child + 1 < heap_.size() && heap_[child + 1] < heap_[child]) ++child;
+      if (moved < heap_[child]) break;
+      heap_[hole] = heap_[child];
+      hole = child;
+    }
+    heap_[hole] = moved;
+  }
+
+ private:
+  std::vector<std::pair<int64_t, int32_t>>& heap_;  // a binary heap, the least (load, queue) in front
+};
+
+// Queues one after the other, each until it is full.
+class OneByOne {
+ public:
+  OneByOne(int64_t quota, int32_t num_queues) : quota_(quota), num_queues_(num_queues) {}
+  int64_t load() const { return load_; }
+  int32_t queue() const { return queue_; }
+  void add(int64_t cost) {
+    load_ += cost;
+    if (load_ >= quota_ && queue_ + 1 < num_queues_) {
+      ++queue_;
+      load_ = 0;
+    }
+  }
+
+ private:
+  int64_t quota_;
+  int32_t num_queues_;
+  int32_t queue_ = 0;
+  int64_t load_ = 0;
+};
+
+// Takes the tiles in `order`; the queue that is next takes what fills it to the quota, the rest of the tile
+// goes to the queue after it.
+//
+// Cuts <= queues: the division rounds up, so every cut leaves its queue with a load of at least the quota,
+// and no full queue is next while another is not. If a tile were cut with all queues full, the loads would be
+// at least queues * quota >= total + queues * c; but they are less than total + (pieces so far beyond one per
+// tile) * c, which are at most `queues` before that cut. Largest load <= quota + 1.5 * beta * floor + c: a
+// queue that is next has a load of at most the quota, and takes at most what fills it, or the floor, rounded
+// up to 16, and half a floor more.
+template <typename Queues>
+void cut_and_deal(const std::vector<Tile>& tiles, const std::vector<int32_t>& order, const Costs& costs,
+                  int64_t quota, Queues queues, ClassPieces* out) {
+  for (int32_t i : order) {
+    const Tile& tile = tiles[i];
+    const int64_t own_cost = item_cost(costs, tile.num_tokens, 0);
+    for (int64_t begin = tile.kv_begin; begin < tile.kv_end;) {
+      const int64_t room = ceil_div(std::max<int64_t>(quota - queues.load() - own_cost, 0), costs.beta);
+      const int64_t take = round_up(std::max(room, costs.floor), kKvAlign);
+      const int64_t end = tile.kv_end - begin <= take + costs.floor / 2 ? tile.kv_end : begin + take;
+      out->pieces.push_back({i, static_cast<int32_t>(begin), static_cast<int32_t>(end), queues.queue()});
+      queues.add(own_cost + costs.beta * (end - begin));
+      begin = end;
+    }
+  }
+  out->order.resize(out->pieces.size());
+  std::iota(out->order.begin(), out->order.end(), 0);
+}
+
+// Cuts at multiples of a step that depends on the row alone.
+void cut_by_row(const LayoutView& layout, const PlanRequest& request, int32_t c,
+                const std::vector<Tile>& tiles, ClassPieces* out) {
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& tile = tiles[i];
+    const int64_t row_tiles = ceil_div(layout.q_len[tile.row], request.tokens_per_tile(c));
+    const int64_t step = std::max<int64_t>(request.split_tokens * row_tiles,
+                                           ceil_div(layout.kv_len[tile.row], 32 * kKvAlign) * kKvAlign);
+    for (int64_t begin = tile.kv_begin; begin < tile.kv_end;) {
+      const int64_t end = std::min<int64_t>(tile.kv_end, (begin / step + 1) * step);
+      out->pieces.push_back(
+          {static_cast<int32_t>(i), static_cast<int32_t>(begin), static_cast<int32_t>(end), 0});
+      begin = end;
+    }
+  }
+}
+
+// Section of every tile: consecutive rows whose K and V, for the heads that run at once, fit in
+// kSectionBytes.
+void find_sections(const LayoutView& layout, const PlanRequest& request, const ClassFormat& cls,
+                   const std::vector<Tile>& tiles, std::vector<uint64_t>* sections) {
+  const int64_t heads = num_heads(cls, request.num_qo_heads, request.num_kv_heads);
+  const int64_t at_once = std::min(heads, ceil_div(cls.num_ctas, cls.num_queues));
+  const int64_t kv_heads = cls.packed ? at_once : ceil_div(at_once, request.group_size());
+  const int64_t token_bytes =
+      kv_heads * (int64_t{request.head_dim_qk} + request.head_dim_vo) * request.element_size;
+  uint64_t section = 0;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    if (i == 0 || tiles[i].row != tiles[i - 1].row) {
+      const int64_t row_bytes = layout.kv_len[tiles[i].row] * token_bytes;
+      if (bytes > 0 && bytes + row_bytes > kSectionBytes) {
+        ++section;
+        bytes = 0;
+      }
+      bytes += row_bytes;
+    }
+    (*sections)[i] = section;
+  }
+}
+
+// Scratch that keeps its memory from plan to plan.
+struct Scratch {
+  std::vector<uint64_t> sections;  // [tiles]
+  std::vector<uint64_t> keys;      // [tiles or pieces]
+  std::vector<int32_t> order;      // [tiles or pieces]
+  std::vector<std::pair<int64_t, int32_t>> heap;
+};
+
+// `order` sorted by (section in a compute-bound class, descending cost, index); cost(i) and tile_of(i) of its
+// i-th.
+template <typename CostOf, typename TileOf>
+void sort_by_cost(size_t size, bool by_section, CostOf cost, TileOf tile_of, Scratch* scratch) {
+  scratch->keys.resize(size);
+  scratch->order.resize(size);
+  std::iota(scratch->order.begin(), scratch->order.end(), 0);
+  int64_t largest = 0;
+  for (size_t i = 0; i < size; ++i) largest = std::max(largest, cost(i));
+  for (size_t i = 0; i < size; ++i) scratch->keys[i] = static_cast<uint64_t>(largest - cost(i));
+  radix_sort(scratch->keys, &scratch->order);
+  if (!by_section) return;
+  for (size_t i = 0; i < size; ++i) scratch->keys[i] = scratch->sections[tile_of(i)];
+  radix_sort(scratch->keys, &scratch->order);
+}
+
+}  // namespace
+
+void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
+                     const std::vector<Tile> (&tiles)[kMaxClasses], ClassPieces (&classes)[kMaxClasses]) {
+  static thread_local Scratch scratch;
+  const auto tile_cost = [&](int32_t c, const Tile& tile, int64_t kv_tokens) {
+    return item_cost(request.costs[c], tile.num_tokens, kv_tokens);
+  };
+  int64_t total_cost[kMaxClasses] = {};
+  for (int32_t c = 0; c < request.format.num_classes; ++c) {
+    classes[c].pieces.clear();
+    classes[c].order.clear();
+    if (request.batch_invariant) {
+      cut_by_row(layout, request, c, tiles[c], &classes[c]);
+      for (const Piece& p : classes[c].pieces)
+        total_cost[c] += tile_cost(c, tiles[c][p.tile], p.kv_end - p.kv_begin);
+    } else {
+      for (const Tile& tile : tiles[c]) total_cost[c] += tile_cost(c, tile, tile.kv_end - tile.kv_begin);
+    }
+  }
+  int32_t queues_used[kMaxClasses];
+  choose_queues_used(request, total_cost, queues_used);
+
+  for (int32_t c = 0; c < request.format.num_classes; ++c) {
+    if (tiles[c].empty()) continue;
+    const ClassFormat& cls = request.format.classes[c];
+    const Costs& costs = request.costs[c];
+    const bool by_section = is_compute_bound(cls, request.group_size());
+    if (by_section) {
+      scratch.sections.resize(tiles[c].size());
+      find_sections(layout, request, cls, tiles[c], &scratch.sections);
+    }
+    if (request.batch_invariant) {
+      std::vector<Piece>& pieces = classes[c].pieces;
+      const auto cost = [&](size_t i) {
+        return tile_cost(c, tiles[c][pieces[i].tile], pieces[i].kv_end - pieces[i].kv_begin);
+      };
+      sort_by_cost(pieces.size(), by_section, cost, [&](size_t i) { return pieces[i].tile; }, &scratch);
+      LeastLoaded queues(&scratch.heap, queues_used[c]);
+      for (int32_t i : scratch.order) {
+        pieces[i].queue = queues.queue();
+        queues.add(cost(i));
+      }
+      classes[c].order = scratch.order;
+      continue;
+    }
+    int64_t largest_own = 0;
+    for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));
+    const int64_t quota = ceil_div(total_cost[c], queues_used[c]) + largest_own;
+    if (request.schedule == Schedule::kRuns) {
+      scratch.order.resize(tiles[c].size());
+      std::iota(scratch.order.begin(), scratch.order.end(), 0);
+      cut_and_deal(tiles[c], scratch.order, costs, quota, OneByOne(quota, queues_used[c]), &classes[c]);
+    } else {
+      const auto cost = [&](size_t i) {
+        return tile_cost(c, tiles[c][i], tiles[c][i].kv_end - tiles[c][i].kv_begin);
+      };
+      sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
+      cut_and_deal(tiles[c], scratch.order, costs, quota, LeastLoaded(&scratch.heap, queues_used[c]),
+                   &classes[c]);
+    }
+  }
+}
+
+}  // namespace jaxinfer

@@ -1,0 +1,30 @@
+// From tiles to pieces on queues: where tiles are cut and who takes what. Knows nothing of the packed array.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/request.h"
+#include "plan/tiles.h"
+
+namespace jaxinfer {
+
+// KV tokens [kv_begin, kv_end) of one tile, on one queue.
+struct Piece {
+  int32_t tile;  // index in the class's tiles
+  int32_t kv_begin;
+  int32_t kv_end;
+  int32_t queue;
+};
+
+// The pieces of one class. A tile's pieces are consecutive and ascend in kv_begin.
+struct ClassPieces {
+  std::vector<Piece> pieces;
+  std::vector<int32_t>
+      order;  // [pieces.size()] the order in which pieces were dealt, which is that inside a queue
+};
+
+void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
+                     const std::vector<Tile> (&tiles)[kMaxClasses], ClassPieces (&classes)[kMaxClasses]);
+
+}  // namespace jaxinfer

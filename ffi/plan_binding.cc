@@ -1,0 +1,196 @@
+// Python's view of the planner: numpy arrays and named facts in, the packed plan out. No decisions live here.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "plan/capacity.h"
+#include "plan/cost.h"
+#include "plan/planner.h"
+
+namespace nb = nanobind;
+
+namespace jaxinfer {
+namespace {
+
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableInts = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ClassTuple = std::tuple<int32_t, bool, int32_t, int32_t>;  // tile, packed, num_queues, num_ctas
+using CostTuple =
+    std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;  // fixed, alpha, beta, floor, weight
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(std::string("Planner: ") + what);
+}
+
+PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tokens, int32_t num_rows,
+                         int32_t num_layouts, int64_t kv_capacity, int32_t page_size, bool contiguous,
+                         int32_t num_qo_heads, int32_t num_kv_heads, int32_t head_dim_qk, int32_t head_dim_vo,
+                         int32_t element_size, bool causal, std::optional<int32_t> window_left,
+                         std::optional<int32_t> window_right, bool runs, bool batch_invariant,
+                         int32_t split_tokens, const std::optional<std::vector<CostTuple>>& costs) {
+  require(num_tokens >= 0 && num_rows >= 0 && num_layouts >= 1 && kv_capacity >= 0 && page_size >= 1,
+          "negative or missing sizes");
+  require(num_kv_heads >= 1 && num_qo_heads >= 1 && num_qo_heads % num_kv_heads == 0, "heads do not divide");
+  require(split_tokens >= 16 && split_tokens % 16 == 0, "split_tokens must be a positive multiple of 16");
+  require(!batch_invariant || num_layouts == 1, "batch_invariant needs a layout of one level");
+  require(classes.size() >= 1 && classes.size() <= kMaxClasses, "one or two classes");
+  require(!costs || costs->size() == classes.size(), "one set of costs per class");
+  PlanRequest request{};
+  request.num_tokens = num_tokens;
+  request.num_rows = num_rows;
+  request.num_layouts = num_layouts;
+  request.kv_capacity = kv_capacity;
+  request.page_size = page_size;
+  request.contiguous = contiguous;
+  request.num_qo_heads = num_qo_heads;
+  request.num_kv_heads = num_kv_heads;
+  request.head_dim_qk = head_dim_qk;
+  request.head_dim_vo = head_dim_vo;
+  request.element_size = element_size;
+  request.schedule = runs ? Schedule::kRuns : Schedule::kLpt;
+  request.batch_invariant = batch_invariant;
+  request.split_tokens = split_tokens;
+  request.clip.causal = causal;
+  request.clip.window_left = window_left;
+  request.clip.window_right = window_right;
+  request.format.num_classes = static_cast<int32_t>(classes.size());
+  for (int32_t c = 0; c < request.format.num_classes; ++c) {
+    ClassFormat& cls = request.format.classes[c];
+    const auto [tile, packed, num_queues, num_ctas] = classes[c];
+    cls = ClassFormat{};
+    cls.tile = tile;
+    cls.packed = packed ? 1 : 0;
+    cls.num_queues = num_queues;
+    cls.num_ctas = num_ctas;
+    require(num_queues >= 1 && num_queues < 1 << 16 && num_ctas >= 1,
+            "num_queues in [1, 65535], num_ctas at least 1");
+    require(request.tokens_per_tile(c) >= 1, "a tile must hold one token");
+    require(c == 0 || request.tokens_per_tile(c) > request.tokens_per_tile(c - 1),
+            "classes by ascending tokens");
+    request.costs[c] = default_costs(request.schedule, is_compute_bound(cls, request.group_size()));
+    if (costs) {
+      const auto [fixed, alpha, beta, floor, weight] = (*costs)[c];
+      request.costs[c] = {fixed, alpha, beta, floor, weight};
+      require(fixed >= 0 && alpha >= 0 && beta >= 1 && weight >= 1,
+              "costs: fixed, alpha >= 0, beta, weight >= 1");
+      require(floor >= 32 && floor % 16 == 0, "costs: floor must be a multiple of 16, at least 32");
+    }
+  }
+  fill_capacities(&request);
+  return request;
+}
+
+// The static facts of a plan; called once per step with the arrays of the layout.
+class Planner {
+ public:
+  explicit Planner(const PlanRequest& request) : request_(request) {}
+
+  const PlanFormat& format() const { return request_.format; }
+
+  void plan(Ints q_start, Ints q_len, Ints kv_start, Ints kv_indices, Ints kv_len, Ints kv_offset, Ints q_pos,
+            std::optional<Ints> block_pos, std::optional<int64_t> num_pages, MutableInts out) const {
+    check("q_start", q_start, request_.num_rows);
+    check("q_len", q_len, request_.num_rows);
+    check("kv_start", kv_start, request_.num_rows);
+    check("kv_len", kv_len, request_.num_rows);
+    check("kv_offset", kv_offset, request_.num_rows);
+    check("q_pos", q_pos, request_.num_tokens);
+    if (block_pos) check("block_pos", *block_pos, static_cast<int64_t>(kv_indices.size()));
+    if (static_cast<int64_t>(out.size()) != format().num_words) {
+      throw std::invalid_argument("plan: out has " + std::to_string(out.size()) + " words, expected " +
+                                  std::to_string(format().num_words));
+    }
+    LayoutView layout{};
+    layout.q_start = q_start.data();
+    layout.q_len = q_len.data();
+    layout.kv_start = kv_start.data();
+    layout.kv_indices = kv_indices.data();
+    layout.kv_len = kv_len.data();
+    layout.kv_offset = kv_offset.data();
+    layout.q_pos = q_pos.data();
+    layout.block_pos = block_pos ? block_pos->data() : nullptr;
+    layout.kv_indices_capacity = static_cast<int64_t>(kv_indices.size());
+    layout.num_pages = num_pages;
+    make_plan(layout, request_, out.data());
+  }
+
+ private:
+  static void check(const char* name, const Ints& array, int64_t expected) {
+    if (static_cast<int64_t>(array.size()) == expected) return;
+    throw std::invalid_argument(std::string("layout.") + name + " has " + std::to_string(array.size()) +
+                                " entries, expected " + std::to_string(expected));
+  }
+
+  PlanRequest request_;
+};
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+  // jaxinfer.plan caches planners until the interpreter ends, which nanobind would report as leaks.
+  nb::set_leak_warnings(false);
+  m.def("choose_num_queues", &choose_num_queues, nb::arg("num_ctas"), nb::arg("heads"),
+        "Smallest number of queues whose workers leave at most 2% of the CTAs of their last round idle.");
+  nb::class_<Planner>(m, "Planner", "A plan's static facts with capacities; called with a layout's arrays.")
+      .def(
+          "__init__",
+          [](Planner* self, const std::vector<ClassTuple>& classes, int32_t num_tokens, int32_t num_rows,
+             int32_t num_layouts, int64_t kv_capacity, int32_t page_size, bool contiguous,
+             int32_t num_qo_heads, int32_t num_kv_heads, int32_t head_dim_qk, int32_t head_dim_vo,
+             int32_t element_size, bool causal, std::optional<int32_t> window_left,
+             std::optional<int32_t> window_right, bool runs, bool batch_invariant, int32_t split_tokens,
+             const std::optional<std::vector<CostTuple>>& costs) {
+            new (self) Planner(make_request(classes, num_tokens, num_rows, num_layouts, kv_capacity,
+                                            page_size, contiguous, num_qo_heads, num_kv_heads, head_dim_qk,
+                                            head_dim_vo, element_size, causal, window_left, window_right,
+                                            runs, batch_invariant, split_tokens, costs));
+          },
+          nb::kw_only(), nb::arg("classes"), nb::arg("num_tokens"), nb::arg("num_rows"),
+          nb::arg("num_layouts"), nb::arg("kv_capacity"), nb::arg("page_size"), nb::arg("contiguous"),
+          nb::arg("num_qo_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim_qk"), nb::arg("head_dim_vo"),
+          nb::arg("element_size"), nb::arg("causal"), nb::arg("window_left").none(),
+          nb::arg("window_right").none(), nb::arg("runs"), nb::arg("batch_invariant"),
+          nb::arg("split_tokens"), nb::arg("costs") = nb::none())
+      .def("__call__", &Planner::plan, nb::arg("q_start").noconvert(), nb::arg("q_len").noconvert(),
+           nb::arg("kv_start").noconvert(), nb::arg("kv_indices").noconvert(), nb::arg("kv_len").noconvert(),
+           nb::arg("kv_offset").noconvert(), nb::arg("q_pos").noconvert(), nb::arg("block_pos").none(),
+           nb::arg("num_pages").none(), nb::arg("out").noconvert())
+      .def_prop_ro("num_words", [](const Planner& p) { return p.format().num_words; })
+      .def_prop_ro("merge_capacity", [](const Planner& p) { return p.format().merge_capacity; })
+      .def_prop_ro("slot_capacity", [](const Planner& p) { return p.format().slot_capacity; })
+      .def_prop_ro("item_capacity",
+                   [](const Planner& p) {
+                     nb::list out;
+                     for (int32_t c = 0; c < p.format().num_classes; ++c)
+                       out.append(p.format().classes[c].item_capacity);
+                     return nb::tuple(out);
+                   })
+      .def_prop_ro(
+          "offsets",
+          [](const Planner& p) {
+            const PlanFormat& format = p.format();
+            nb::dict out;
+            nb::list indptr, items;
+            for (int32_t c = 0; c < format.num_classes; ++c) {
+              indptr.append(format.classes[c].queue_indptr);
+              items.append(format.classes[c].items);
+            }
+            out["queue_indptr"] = indptr;
+            out["items"] = items;
+            out["merge_token"] = format.merge_token;
+            out["merge_indptr"] = format.merge_indptr;
+            out["merge_slots"] = format.merge_slots;
+            return out;
+          },
+          "Word offsets of the parts of the packed array.");
+}
+
+}  // namespace jaxinfer

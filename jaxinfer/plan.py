@@ -1,0 +1,395 @@
+"""`plan`: one step's lengths to a packed integer array that says which CTA does which piece of the work.
+
+Arguments, static facts and capacities live here, the scheduling itself in csrc/plan/. A plan holds no page ids and no
+head loop: one plan serves every layer of a step that clips alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from . import _native
+from ._args import positive
+from .layout import BlockSparse
+from .variant import Variant
+
+#: Query rows that a tile can have. 1 holds one token; 192 is three consumer warpgroups, `wgmma` only.
+TILES = (1, 16, 32, 64, 128, 192)
+SCHEDULES = ("lpt", "runs")
+MAX_GROUP_SIZE = 128
+#: KV tokens between the cuts of a tile with `batch_invariant`, per tile of the row.
+SPLIT_TOKENS = 512
+#: CTAs of a class on the CPU, whatever the number of threads, so that bits do not depend on the machine.
+CPU_CTAS = 32
+MAX_CTAS = 65535
+_ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class TileClass:
+    """Static facts of one tile class, one kernel launch.
+
+    Attributes:
+      tile: query rows of a tile.
+      packed: rows are tokens x group_size heads of one KV head; False: rows are tokens of one query head.
+      num_queues: queues of items; workers are queues x heads.
+      num_ctas: CTAs of the launch.
+      item_capacity: most items of the class.
+    """
+
+    tile: int
+    packed: bool
+    num_queues: int
+    num_ctas: int
+    item_capacity: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSpec:
+    """Static facts of a plan: what was known when it was made and what a compiled program relies on."""
+
+    num_tokens: int
+    num_rows: int
+    num_layouts: int
+    kv_capacity: int
+    page_size: int
+    contiguous: bool
+    has_block_pos: bool
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    dtype: str
+    classes: tuple[TileClass, ...]
+    merge_capacity: int
+    slot_capacity: int
+    num_words: int
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    softmax: bool
+    schedule: str
+    batch_invariant: bool
+    split_tokens: int
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A planned step: `data` int32 [spec.num_words], an operand of the compiled step, and its static facts."""
+
+    data: Any
+    spec: PlanSpec
+
+
+jax.tree_util.register_dataclass(Plan, data_fields=("data",), meta_fields=("spec",))
+
+
+def plan(
+    layout: BlockSparse,
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int | tuple[int, int],
+    dtype: DTypeLike | None = None,
+    variant: Variant | None = None,
+    num_pages: int | None = None,
+    tiles: Sequence[int] | None = None,
+    num_ctas: int | Sequence[int] | None = None,
+    schedule: str = "lpt",
+    split_tokens: int | None = None,
+    batch_invariant: bool = False,
+) -> Plan:
+    """Plans one step on the host: balanced work items and the list of partial results to merge.
+
+    Algorithm 1 of FlashInfer (arXiv 2501.01005, section 3.3.1), with every cut fitted to what the queue still has to
+    take instead of one chunk size. Once per step for all layers; the result is an operand of the jitted step, and
+    everything static about it follows from the layout's capacities, never from its lengths.
+
+    Args:
+      layout: on the host (numpy).
+      num_qo_heads, num_kv_heads: local heads (those of one shard); group size 1 to 128.
+      head_dim: int or (head_dim_qk, head_dim_vo), multiples of 8 from 16 to 256.
+      dtype: of q, K and V; None: bfloat16 on a GPU backend, float32 on CPU.
+      variant: what the KV ranges are clipped with (causal, windows); None: `Variant()`.
+      num_pages: pages of the pool (contiguous: KV tokens); given, page ids in the used range are checked.
+      tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None: chosen from
+        the capacities, group size, dtype and head_dim.
+      num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU; on a GPU 2 x SMs for memory-bound
+        classes, SMs for compute-bound ones.
+      schedule: "lpt" (longest tiles first, to the least loaded queue) or "runs" (contiguous runs per queue).
+      split_tokens: with batch_invariant, KV tokens between cuts (a multiple of 16); None: 512.
+      batch_invariant: cut a row where its own lengths say, so that its bits do not depend on the rest of the batch.
+
+    Returns:
+      Plan with `data` a numpy array. Equal lengths, starts and positions give equal bytes.
+
+    Raises:
+      TypeError: the layout is traced or on a device, or an argument has a wrong type.
+      ValueError: an option is wrong, or a value of the layout is outside its arrays, capacities or pool.
+      NotImplementedError: head_dim, group size, dtype, or a mask or batch_invariant with a composed layout.
+    """
+    variant = Variant() if variant is None else variant
+    if not isinstance(layout, BlockSparse):
+        raise TypeError(f"layout must be a jaxinfer.BlockSparse, got {type(layout).__name__}")
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant must be a jaxinfer.Variant, got {type(variant).__name__}")
+    arrays = _host_arrays(layout)
+    spec, planner = _static_plan(
+        layout.num_tokens,
+        layout.num_rows,
+        layout.num_layouts,
+        layout.kv_capacity,
+        layout.page_size,
+        layout.contiguous,
+        layout.block_pos is not None,
+        num_qo_heads,
+        num_kv_heads,
+        _as_key(head_dim),
+        dtype,
+        variant.causal,
+        variant.window_left,
+        variant.window_right,
+        variant.softmax,
+        variant.mask_bits is not None,
+        _as_key(tiles),
+        _as_key(num_ctas),
+        schedule,
+        split_tokens,
+        batch_invariant,
+    )
+    if num_pages is not None:
+        num_pages = positive("num_pages", num_pages) if num_pages != 0 else 0
+    data = np.empty(spec.num_words, np.int32)
+    planner(*arrays, num_pages, data)
+    return Plan(data, spec)
+
+
+def _host_arrays(layout: BlockSparse) -> list[Any]:
+    """The layout's arrays in the planner's order, int32 and contiguous."""
+    arrays = []
+    for name in ("q_start", "q_len", "kv_start", "kv_indices", "kv_len", "kv_offset", "q_pos", "block_pos"):
+        array = getattr(layout, name)
+        if isinstance(array, np.ndarray):
+            if array.dtype != np.int32 or array.ndim != 1:
+                raise TypeError(f"layout.{name} must be int32 of rank 1, got {array.dtype} of shape {array.shape}")
+            arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+        elif array is None and name == "block_pos":
+            arrays.append(None)
+        else:
+            raise TypeError(
+                f"layout.{name} must be a numpy array, got {type(array).__name__}: plan runs on the host. Build the "
+                "layout from numpy arrays outside jit and pass layout and plan into the jitted step as operands."
+            )
+    return arrays
+
+
+def _as_key(value: Any) -> Any:
+    """Lists as tuples, so that they can be looked up."""
+    return tuple(value) if isinstance(value, (list, np.ndarray)) else value
+
+
+@lru_cache(maxsize=1024)
+def _static_plan(
+    num_tokens: int,
+    num_rows: int,
+    num_layouts: int,
+    kv_capacity: int,
+    page_size: int,
+    contiguous: bool,
+    has_block_pos: bool,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int | tuple[int, int],
+    dtype: DTypeLike | None,
+    causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softmax: bool,
+    masked: bool,
+    tiles: tuple[int, ...] | None,
+    num_ctas: int | tuple[int, ...] | None,
+    schedule: str,
+    split_tokens: int | None,
+    batch_invariant: bool,
+) -> tuple[PlanSpec, Any]:
+    """Everything about a plan that does not depend on lengths: its spec and the planner that makes its array."""
+    group_size = _check_heads(num_qo_heads, num_kv_heads)
+    head_dim_qk, head_dim_vo = _check_head_dim(head_dim)
+    on_gpu = jax.default_backend() in ("gpu", "cuda")
+    dtype = _check_dtype(dtype, on_gpu)
+    if not isinstance(batch_invariant, (bool, np.bool_)):
+        raise TypeError(f"batch_invariant must be a bool, got {batch_invariant!r}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
+    split_tokens = SPLIT_TOKENS if split_tokens is None else positive("split_tokens", split_tokens)
+    if split_tokens % 16 != 0:
+        raise ValueError(f"split_tokens must be a multiple of 16, got {split_tokens}")
+    if num_layouts > 1 and batch_invariant:
+        raise NotImplementedError("batch_invariant=True with a composed layout; supported: layouts of one level")
+    if num_layouts > 1 and masked:
+        raise NotImplementedError("a custom mask with a composed layout; supported: layouts of one level")
+    if tiles is None:
+        tiles = choose_tiles(
+            None if batch_invariant else (num_tokens, num_rows), group_size, dtype, head_dim_qk, head_dim_vo, on_gpu
+        )
+    tiles = _check_tiles(tiles, group_size)
+    ctas = _check_num_ctas(num_ctas, tiles, group_size, on_gpu)
+    classes = [(tile, True, _native.choose_num_queues(n, num_kv_heads), n) for tile, n in zip(tiles, ctas, strict=True)]
+    planner = _native.Planner(
+        classes=classes,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_layouts=num_layouts,
+        kv_capacity=kv_capacity,
+        page_size=page_size,
+        contiguous=contiguous,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
+        element_size=_ELEMENT_SIZE[dtype],
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        runs=schedule == "runs",
+        batch_invariant=bool(batch_invariant),
+        split_tokens=split_tokens,
+    )
+    spec = PlanSpec(
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_layouts=num_layouts,
+        kv_capacity=kv_capacity,
+        page_size=page_size,
+        contiguous=contiguous,
+        has_block_pos=has_block_pos,
+        num_qo_heads=int(num_qo_heads),
+        num_kv_heads=int(num_kv_heads),
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
+        dtype=dtype,
+        classes=tuple(TileClass(*c, items) for c, items in zip(classes, planner.item_capacity, strict=True)),
+        merge_capacity=planner.merge_capacity,
+        slot_capacity=planner.slot_capacity,
+        num_words=planner.num_words,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        softmax=softmax,
+        schedule=schedule,
+        batch_invariant=bool(batch_invariant),
+        split_tokens=split_tokens,
+    )
+    return spec, planner
+
+
+def choose_tiles(
+    capacity: tuple[int, int] | None,
+    group_size: int,
+    dtype: str,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    on_gpu: bool,
+) -> tuple[int, ...]:
+    """Tiles from what is static: a small class for single tokens, a large one where a row can have more.
+
+    Args:
+      capacity: (num_tokens, num_rows); None leaves it out, as batch_invariant must: the rest is the model's.
+      group_size, dtype, head_dim_qk, head_dim_vo: of the model.
+      on_gpu: float32 has CUDA-core kernels only there, which means tile 1.
+    """
+    if on_gpu and dtype == "float32":
+        return (1,)
+    small = next(t for t in (16, 32, 64, 128) if t >= group_size)
+    # A tile keeps its output in registers: 128 rows of more than 128 columns do not fit.
+    large = max(small, 64 if max(head_dim_qk, head_dim_vo) > 128 else 128)
+    if capacity is not None:
+        num_tokens, num_rows = capacity
+        if num_tokens <= num_rows:
+            return (small,)
+        # A row has at most this many tokens beyond one for each other row; without others it has nearly all.
+        most = num_tokens - num_rows + 1
+        large = next((t for t in (16, 32, 64) if t // group_size >= most and t >= small), large)
+        if num_rows <= 1:
+            return (large,)
+    return (small,) if large // group_size <= small // group_size else (small, large)
+
+
+def _check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
+    num_qo_heads = positive("num_qo_heads", num_qo_heads)
+    num_kv_heads = positive("num_kv_heads", num_kv_heads)
+    if num_qo_heads % num_kv_heads != 0:
+        raise ValueError(f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}")
+    group_size = num_qo_heads // num_kv_heads
+    if group_size > MAX_GROUP_SIZE:
+        raise NotImplementedError(
+            f"group size {group_size} (num_qo_heads {num_qo_heads} / num_kv_heads {num_kv_heads}); "
+            f"supported: 1 to {MAX_GROUP_SIZE}"
+        )
+    return group_size
+
+
+def _check_head_dim(head_dim: Any) -> tuple[int, int]:
+    pair = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    if len(pair) != 2:
+        raise ValueError(f"head_dim must be an int or (head_dim_qk, head_dim_vo), got {head_dim!r}")
+    for value in pair:
+        if positive("head_dim", value) % 8 != 0 or not 16 <= value <= 256:
+            raise NotImplementedError(f"head_dim {value}; supported: every multiple of 8 from 16 to 256")
+    return int(pair[0]), int(pair[1])
+
+
+def _check_dtype(dtype: Any, on_gpu: bool) -> str:
+    if dtype is None:
+        return "bfloat16" if on_gpu else "float32"
+    name = np.dtype(dtype).name
+    if name not in _ELEMENT_SIZE:
+        raise NotImplementedError(f"dtype {name}; supported: {', '.join(_ELEMENT_SIZE)}")
+    return name
+
+
+def _check_tiles(tiles: Any, group_size: int) -> tuple[int, ...]:
+    if not isinstance(tiles, tuple) or not 1 <= len(tiles) <= 2:
+        raise ValueError(f"tiles must be one or two of {TILES}, ascending, got {tiles!r}")
+    for tile in tiles:
+        if isinstance(tile, bool) or tile not in TILES:
+            raise ValueError(f"tiles must be one or two of {TILES}, ascending, got {tiles!r}")
+        if 1 < tile < group_size:
+            raise ValueError(f"tiles: a tile of {tile} rows is smaller than the group size {group_size}")
+    tokens = [_tokens_per_tile(tile, group_size) for tile in tiles]
+    if len(tiles) == 2 and tokens[0] >= tokens[1]:
+        raise ValueError(f"tiles {tiles} must hold an ascending number of tokens, got {tokens} (group size {group_size})")
+    return tuple(int(tile) for tile in tiles)
+
+
+def _check_num_ctas(num_ctas: Any, tiles: tuple[int, ...], group_size: int, on_gpu: bool) -> tuple[int, ...]:
+    if num_ctas is None:
+        if not on_gpu:
+            return (CPU_CTAS,) * len(tiles)
+        sms = int(jax.devices()[0].core_count)
+        # Compute-bound as csrc/plan/cost.h has it: nothing is reused by a tile of 128 with one token.
+        compute_bound = [t == 192 or (t == 128 and _tokens_per_tile(t, group_size) > 1) for t in tiles]
+        return tuple(sms if is_compute else 2 * sms for is_compute in compute_bound)
+    counts = num_ctas if isinstance(num_ctas, tuple) else (num_ctas,) * len(tiles)
+    if len(counts) != len(tiles):
+        raise ValueError(f"num_ctas must be an int or one per tile class ({len(tiles)}), got {num_ctas!r}")
+    counts = tuple(positive("num_ctas", n) for n in counts)
+    if max(counts) > MAX_CTAS:
+        raise ValueError(f"num_ctas must be in [1, {MAX_CTAS}], got {num_ctas!r}")
+    return counts
+
+
+def _tokens_per_tile(tile: int, group_size: int) -> int:
+    return 1 if tile == 1 else tile // group_size
