@@ -1,0 +1,155 @@
+"""The Llama forward pass over a paged cache: RMSNorm, RoPE, grouped-query attention through the engine,
+SwiGLU.
+
+Pure functions of weights, tokens, layout and pools. Who the requests are, and what is done with the logits,
+is not here (scheduler.py, sampling.py, generate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxinfer
+from jaxinfer.models.config import LlamaConfig
+from jaxinfer.models.params import Params
+from jaxinfer.rope import apply_rope, rope_cos_sin, rope_frequencies
+
+
+def variants(config: LlamaConfig) -> tuple[jaxinfer.Variant, ...]:
+    """The attention rules of the model, one per entry of `config.windows`; each needs its own plan."""
+    return tuple(
+        jaxinfer.Variant(causal=True, window_left=None if window is None else window - 1)
+        for window in config.windows  # a window of W tokens reaches back W - 1 positions
+    )
+
+
+def make_plans(
+    config: LlamaConfig, layout: jaxinfer.BlockSparse, dtype: np.dtype[np.generic]
+) -> tuple[jaxinfer.Plan, ...]:
+    """One plan per entry of `config.windows`, on the host; the same plans serve every layer of this step."""
+    return tuple(
+        jaxinfer.plan(
+            layout,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            variant=variant,
+        )
+        for variant in variants(config)
+    )
+
+
+def forward(
+    params: Params,
+    config: LlamaConfig,
+    tokens: jax.Array,
+    layout: jaxinfer.BlockSparse,
+    plans: Sequence[jaxinfer.Plan],
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs one step's tokens through all layers.
+
+    `tokens`: int32 `[num_tokens]`, packed as in the layout; what padding holds does not matter. `plans`: of
+    `make_plans`. `k_pages`, `v_pages`: `[num_layers, num_pages, page_size, num_kv_heads, head_dim]` in the
+    dtype of the weights; donate them, and the returned pools are the same memory. `implementation`: as in
+    `attention`.
+
+    Returns `(hidden [num_tokens, hidden_size] after the final norm, k_pages, v_pages)`; `logits` turns hidden
+    states into logits, for those tokens that need them.
+    """
+    rules = variants(config)
+    if len(plans) != len(rules):
+        raise ValueError(f"plans: got {len(plans)}, expected one for each of the windows {config.windows}")
+    num_tokens = tokens.shape[0]
+    cos, sin = rope_cos_sin(
+        layout.q_pos, rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    )
+    slots = jnp.asarray(layout.slots())
+    window_index = jnp.asarray(config.window_index, jnp.int32)
+
+    def heads(x: jax.Array, num_heads: int) -> jax.Array:
+        return x.reshape(num_tokens, num_heads, config.head_dim)
+
+    # The pools are carried whole and `layer` is an operand: slicing them, or scanning over them, would copy.
+    def block(
+        carry: tuple[jax.Array, jax.Array, jax.Array], inputs: tuple[dict[str, jax.Array], jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+        x, k_pages, v_pages = carry
+        w, layer = inputs
+        h = _rms_norm(x, w["attn_norm"], config.rms_norm_eps)
+        q = heads(_linear(h, w["q_proj"], w.get("q_bias")), config.num_qo_heads)
+        k = heads(_linear(h, w["k_proj"], w.get("k_bias")), config.num_kv_heads)
+        v = heads(_linear(h, w["v_proj"], w.get("v_bias")), config.num_kv_heads)
+        q = apply_rope(q, cos, sin, interleaved=config.rope_interleaved)
+        k = apply_rope(k, cos, sin, interleaved=config.rope_interleaved)
+        k_pages, v_pages = jaxinfer.append_kv(k_pages, v_pages, k, v, slots, layer=layer)
+
+        def attend(index: int) -> jax.Array:
+            o = jaxinfer.attention(
+                q,
+                k_pages,
+                v_pages,
+                layout,
+                plans[index],
+                variant=rules[index],
+                layer=layer,
+                implementation=implementation,
+            )
+            assert isinstance(o, jax.Array)  # no LSE was asked for
+            return o
+
+        if len(rules) == 1:
+            o = attend(0)
+        else:
+            o = jax.lax.switch(window_index[layer], [lambda i=i: attend(i) for i in range(len(rules))])
+        x = x + _linear(o.reshape(num_tokens, -1), w["o_proj"], w.get("o_bias"))
+        h = _rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
+        gate = _linear(h, w["gate_proj"], w.get("gate_bias"))
+        up = _linear(h, w["up_proj"], w.get("up_bias"))
+        x = x + _linear(jax.nn.silu(gate) * up, w["down_proj"], w.get("down_bias"))
+        return (x, k_pages, v_pages), None
+
+    x = params["embed"][tokens]
+    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+    (x, k_pages, v_pages), _ = jax.lax.scan(block, (x, k_pages, v_pages), (params["layers"], layers))
+    return _rms_norm(x, params["final_norm"], config.rms_norm_eps), k_pages, v_pages
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """float32 logits `[rows, vocab_size]` of hidden states `[rows, hidden_size]` that `forward` returned."""
+    head = params["lm_head"] if "lm_head" in params else params["embed"]
+    return _dot(hidden, head)
+
+
+def new_pools(
+    config: LlamaConfig, num_pages: int, page_size: int, dtype: np.dtype[np.generic]
+) -> tuple[jax.Array, jax.Array]:
+    """Zeroed `(k_pages, v_pages)` for all layers."""
+    shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * weight
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x [tokens, in]` times `w [out, in]`, float32 `[tokens, out]`."""
+    return jnp.einsum(
+        "ti,oi->to", x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    y = _dot(x, w)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
