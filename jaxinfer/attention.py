@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from . import reference
-from .ffi import attention_attributes, make_primitive
+from .ffi import attention_attributes, attention_kernel_attributes, make_primitive
 from .layout import BlockSparse
 from .plan import Plan
 from .state import AttentionState
@@ -61,7 +61,8 @@ def attention(
       layer: int32 scalar, an operand; out of range gives the empty state.
       kv_layout: "NHD" or "HND".
       return_lse: also return the log-sum-exp.
-      implementation: None (the plan's kernel for the platform) or "reference" (plain JAX, every platform).
+      implementation: None (the plan's kernels for the platform), "reference" (plain JAX, every platform) or "mma"
+        (tensor cores through mma.sync; GPU, 16-bit dtypes).
 
     Returns:
       o [num_tokens, num_qo_heads, head_dim_vo] in q's dtype, or `AttentionState(o, lse)` with lse float32
@@ -97,7 +98,7 @@ def attention(
             kv_layout=kv_layout,
             return_lse=return_lse,
         )
-    o, lse = _bind(q, k, v, layout, plan, variant, float(sm_scale), layer, kv_layout)
+    o, lse = _bind(q, k, v, layout, plan, variant, float(sm_scale), layer, kv_layout, implementation)
     return AttentionState(o, lse) if return_lse else o
 
 
@@ -111,6 +112,7 @@ def _bind(
     sm_scale: float,
     layer: jax.Array | int | None,
     kv_layout: str,
+    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     no_ints = np.zeros(0, np.int32)
     masked = variant.mask_bits is not None
@@ -129,6 +131,7 @@ def _bind(
         layout.kv_len if masked else no_ints,
         variant.mask_bits if masked else np.zeros(0, np.uint8),
         variant.mask_indptr if masked else no_ints,
+        *variant.operands,
         rules=rules(variant),
         sm_scale=sm_scale,
         logits_soft_cap=variant.logits_soft_cap,
@@ -142,6 +145,9 @@ def _bind(
         ),
         merge_capacity=spec.merge_capacity,
         slot_capacity=spec.slot_capacity,
+        functor=None if variant.functor is None else variant.functor.source,
+        scalars=b"" if variant.functor is None else variant.functor.scalar_bytes(),
+        implementation=implementation,
     )
     return o, lse
 
@@ -177,11 +183,12 @@ def _abstract_eval(q: Any, k: Any, v: Any, *operands: Any, slot_capacity: int, *
 
 
 #: Operands: q, k, v, layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len, mask_bits, mask_indptr
-#: (an absent one has no elements). Results: o, lse, workspace (partial o, then partial lse).
+#: (an absent one has no elements), then the arrays of `Variant.from_cuda`. Results: o, lse, workspace (partial o, then partial lse).
 attention_p = make_primitive(
     "jaxinfer_attention",
     _abstract_eval,
     attention_attributes,
+    attention_kernel_attributes,
     instead='Pass implementation="reference" to compute in plain JAX, which supports it.',
 )
 
@@ -189,10 +196,10 @@ attention_p = make_primitive(
 def _check_implementation(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if implementation in ("mma", "decode", "wgmma"):
+    if implementation in ("decode", "wgmma"):
         raise NotImplementedError(
             f"implementation={implementation!r} is a GPU kernel that this version does not have; "
-            'supported: None (CPU) and "reference" (every platform)'
+            'supported: None and "reference" (every platform), "mma" (GPU)'
         )
 
 
