@@ -59,6 +59,12 @@ def load(spec_json: str, arch: str) -> Loaded:
         return entry.loaded
 
 
+def arch_of(compute_capability: str) -> str:
+    """The architecture to compile for: "9.0" is "sm_90a", with the instructions that exist on it alone."""
+    arch = "sm_" + compute_capability.replace(".", "")
+    return "sm_90a" if arch == "sm_90" else arch
+
+
 def options(arch: str) -> list[str]:
     """NVRTC options for a kernel. The parameter structs' member functions carry no __device__, hence the third."""
     return [f"-arch={arch}", "-std=c++17", "--device-as-default-execution-space", "-lineinfo", "--ptxas-options=-v"]

@@ -100,7 +100,7 @@ class KernelSpec:
                     tuple((name, kind) for name, kind in functor["scalars"]),
                 )
             return KernelSpec(**fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"not a kernel spec of this version of jaxinfer ({error}); if the program was exported by another "
                 f"version, export it again. The spec: {text[:200]}"
