@@ -166,31 +166,11 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("num_words", [](const Planner& p) { return p.format().num_words; })
       .def_prop_ro("merge_capacity", [](const Planner& p) { return p.format().merge_capacity; })
       .def_prop_ro("slot_capacity", [](const Planner& p) { return p.format().slot_capacity; })
-      .def_prop_ro("item_capacity",
-                   [](const Planner& p) {
-                     nb::list out;
-                     for (int32_t c = 0; c < p.format().num_classes; ++c)
-                       out.append(p.format().classes[c].item_capacity);
-                     return nb::tuple(out);
-                   })
-      .def_prop_ro(
-          "offsets",
-          [](const Planner& p) {
-            const PlanFormat& format = p.format();
-            nb::dict out;
-            nb::list indptr, items;
-            for (int32_t c = 0; c < format.num_classes; ++c) {
-              indptr.append(format.classes[c].queue_indptr);
-              items.append(format.classes[c].items);
-            }
-            out["queue_indptr"] = indptr;
-            out["items"] = items;
-            out["merge_token"] = format.merge_token;
-            out["merge_indptr"] = format.merge_indptr;
-            out["merge_slots"] = format.merge_slots;
-            return out;
-          },
-          "Word offsets of the parts of the packed array.");
+      .def_prop_ro("item_capacity", [](const Planner& p) {
+        nb::list out;
+        for (int32_t c = 0; c < p.format().num_classes; ++c) out.append(p.format().classes[c].item_capacity);
+        return nb::tuple(out);
+      });
 }
 
 }  // namespace jaxinfer

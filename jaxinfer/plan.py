@@ -1,13 +1,13 @@
 """`plan`: one step's lengths to a packed integer array that says which CTA does which piece of the work.
 
-Arguments, static facts and capacities live here, the scheduling itself in csrc/plan/. A plan holds no page ids and no
-head loop: one plan serves every layer of a step that clips alike.
+Arguments and static facts live here; capacities and the scheduling itself in csrc/plan/. A plan holds no page
+ids and no heads: one plan serves every layer of a step that clips alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -87,9 +87,9 @@ class PlanSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A planned step: `data` int32 [spec.num_words], an operand of the compiled step, and its static facts."""
+    """A planned step: an operand of the compiled step, and its static facts."""
 
-    data: Any
+    data: Any  # int32 [spec.num_words]; numpy as `plan` makes it, traced inside jit
     spec: PlanSpec
 
 
@@ -113,9 +113,9 @@ def plan(
 ) -> Plan:
     """Plans one step on the host: balanced work items and the list of partial results to merge.
 
-    Algorithm 1 of FlashInfer (arXiv 2501.01005, section 3.3.1), with every cut fitted to what the queue still has to
-    take instead of one chunk size. Once per step for all layers; the result is an operand of the jitted step, and
-    everything static about it follows from the layout's capacities, never from its lengths.
+    Algorithm 1 of FlashInfer (arXiv 2501.01005, section 3.3.1), with every cut fitted to what the queue still
+    has to take instead of one chunk size. Once per step for all layers; the result is an operand of the
+    jitted step, and everything static about it follows from the layout's capacities, never from its lengths.
 
     Args:
       layout: on the host (numpy).
@@ -124,13 +124,15 @@ def plan(
       dtype: of q, K and V; None: bfloat16 on a GPU backend, float32 on CPU.
       variant: what the KV ranges are clipped with (causal, windows); None: `Variant()`.
       num_pages: pages of the pool (contiguous: KV tokens); given, page ids in the used range are checked.
-      tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None: chosen from
-        the capacities, group size, dtype and head_dim.
+      tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None:
+        chosen from the capacities, group size, dtype and head_dim.
       num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU; on a GPU 2 x SMs for memory-bound
         classes, SMs for compute-bound ones.
-      schedule: "lpt" (longest tiles first, to the least loaded queue) or "runs" (contiguous runs per queue).
+      schedule: "lpt" (longest tiles first, to the least loaded queue) or "runs" (contiguous equal runs per
+        queue).
       split_tokens: with batch_invariant, KV tokens between cuts (a multiple of 16); None: 512.
-      batch_invariant: cut a row where its own lengths say, so that its bits do not depend on the rest of the batch.
+      batch_invariant: cut a row where its own lengths say, so that its bits do not depend on the rest of the
+        batch.
 
     Returns:
       Plan with `data` a numpy array. Equal lengths, starts and positions give equal bytes.
@@ -146,6 +148,7 @@ def plan(
     if not isinstance(variant, Variant):
         raise TypeError(f"variant must be a jaxinfer.Variant, got {type(variant).__name__}")
     arrays = _host_arrays(layout)
+    dtype_key: Any = dtype  # hashable: a name, a scalar type or a numpy dtype
     spec, planner = _static_plan(
         layout.num_tokens,
         layout.num_rows,
@@ -157,7 +160,7 @@ def plan(
         num_qo_heads,
         num_kv_heads,
         _as_key(head_dim),
-        dtype,
+        dtype_key,
         variant.causal,
         variant.window_left,
         variant.window_right,
@@ -178,19 +181,22 @@ def plan(
 
 def _host_arrays(layout: BlockSparse) -> list[Any]:
     """The layout's arrays in the planner's order, int32 and contiguous."""
-    arrays = []
+    arrays: list[Any] = []
     for name in ("q_start", "q_len", "kv_start", "kv_indices", "kv_len", "kv_offset", "q_pos", "block_pos"):
         array = getattr(layout, name)
         if isinstance(array, np.ndarray):
             if array.dtype != np.int32 or array.ndim != 1:
-                raise TypeError(f"layout.{name} must be int32 of rank 1, got {array.dtype} of shape {array.shape}")
+                raise TypeError(
+                    f"layout.{name} must be int32 of rank 1, got {array.dtype} of shape {array.shape}"
+                )
             arrays.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
         elif array is None and name == "block_pos":
             arrays.append(None)
         else:
             raise TypeError(
-                f"layout.{name} must be a numpy array, got {type(array).__name__}: plan runs on the host. Build the "
-                "layout from numpy arrays outside jit and pass layout and plan into the jitted step as operands."
+                f"layout.{name} must be a numpy array, got {type(array).__name__}: plan runs on the host. "
+                "Build the layout from numpy arrays, plan on the host, and pass layout and plan into the "
+                "jitted step as operands."
             )
     return arrays
 
@@ -212,7 +218,7 @@ def _static_plan(
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int | tuple[int, int],
-    dtype: DTypeLike | None,
+    dtype: Hashable,
     causal: bool,
     window_left: int | None,
     window_right: int | None,
@@ -224,11 +230,11 @@ def _static_plan(
     split_tokens: int | None,
     batch_invariant: bool,
 ) -> tuple[PlanSpec, Any]:
-    """Everything about a plan that does not depend on lengths: its spec and the planner that makes its array."""
+    """What does not depend on lengths: a plan's spec and the planner that makes its array."""
     group_size = _check_heads(num_qo_heads, num_kv_heads)
     head_dim_qk, head_dim_vo = _check_head_dim(head_dim)
     on_gpu = jax.default_backend() in ("gpu", "cuda")
-    dtype = _check_dtype(dtype, on_gpu)
+    dtype_name = _check_dtype(dtype, on_gpu)
     if not isinstance(batch_invariant, (bool, np.bool_)):
         raise TypeError(f"batch_invariant must be a bool, got {batch_invariant!r}")
     if schedule not in SCHEDULES:
@@ -237,16 +243,26 @@ def _static_plan(
     if split_tokens % 16 != 0:
         raise ValueError(f"split_tokens must be a multiple of 16, got {split_tokens}")
     if num_layouts > 1 and batch_invariant:
-        raise NotImplementedError("batch_invariant=True with a composed layout; supported: layouts of one level")
+        raise NotImplementedError(
+            "batch_invariant=True with a composed layout; supported: layouts of one level"
+        )
     if num_layouts > 1 and masked:
         raise NotImplementedError("a custom mask with a composed layout; supported: layouts of one level")
     if tiles is None:
         tiles = choose_tiles(
-            None if batch_invariant else (num_tokens, num_rows), group_size, dtype, head_dim_qk, head_dim_vo, on_gpu
+            None if batch_invariant else (num_tokens, num_rows),
+            group_size,
+            dtype_name,
+            head_dim_qk,
+            head_dim_vo,
+            on_gpu,
         )
     tiles = _check_tiles(tiles, group_size)
     ctas = _check_num_ctas(num_ctas, tiles, group_size, on_gpu)
-    classes = [(tile, True, _native.choose_num_queues(n, num_kv_heads), n) for tile, n in zip(tiles, ctas, strict=True)]
+    classes = [
+        (tile, True, _native.choose_num_queues(n, num_kv_heads), n)
+        for tile, n in zip(tiles, ctas, strict=True)
+    ]
     planner = _native.Planner(
         classes=classes,
         num_tokens=num_tokens,
@@ -259,7 +275,7 @@ def _static_plan(
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,
         head_dim_vo=head_dim_vo,
-        element_size=_ELEMENT_SIZE[dtype],
+        element_size=_ELEMENT_SIZE[dtype_name],
         causal=causal,
         window_left=window_left,
         window_right=window_right,
@@ -279,7 +295,7 @@ def _static_plan(
         num_kv_heads=int(num_kv_heads),
         head_dim_qk=head_dim_qk,
         head_dim_vo=head_dim_vo,
-        dtype=dtype,
+        dtype=dtype_name,
         classes=tuple(TileClass(*c, items) for c, items in zip(classes, planner.item_capacity, strict=True)),
         merge_capacity=planner.merge_capacity,
         slot_capacity=planner.slot_capacity,
@@ -354,7 +370,7 @@ def _check_head_dim(head_dim: Any) -> tuple[int, int]:
 def _check_dtype(dtype: Any, on_gpu: bool) -> str:
     if dtype is None:
         return "bfloat16" if on_gpu else "float32"
-    name = np.dtype(dtype).name
+    name = str(np.dtype(dtype).name)
     if name not in _ELEMENT_SIZE:
         raise NotImplementedError(f"dtype {name}; supported: {', '.join(_ELEMENT_SIZE)}")
     return name
@@ -370,7 +386,9 @@ def _check_tiles(tiles: Any, group_size: int) -> tuple[int, ...]:
             raise ValueError(f"tiles: a tile of {tile} rows is smaller than the group size {group_size}")
     tokens = [_tokens_per_tile(tile, group_size) for tile in tiles]
     if len(tiles) == 2 and tokens[0] >= tokens[1]:
-        raise ValueError(f"tiles {tiles} must hold an ascending number of tokens, got {tokens} (group size {group_size})")
+        raise ValueError(
+            f"tiles {tiles} must hold an ascending number of tokens, got {tokens} (group size {group_size})"
+        )
     return tuple(int(tile) for tile in tiles)
 
 

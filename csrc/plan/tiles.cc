@@ -23,9 +23,12 @@ std::string text(int64_t value) {
 void check_blocks(const LayoutView& layout, int32_t row, int64_t start, int64_t num_blocks) {
   if (layout.num_pages) {
     const int32_t* ids = layout.kv_indices + start;
-    const auto outside = [&](int32_t id) { return id < 0 || id >= *layout.num_pages; };
-    const int32_t* bad = std::find_if(ids, ids + num_blocks, outside);
-    if (bad != ids + num_blocks) {
+    // Negative ids are the largest unsigned ones; a plain maximum is a vector loop.
+    uint32_t largest = 0;
+    for (int64_t b = 0; b < num_blocks; ++b) largest = std::max(largest, static_cast<uint32_t>(ids[b]));
+    if (largest >= *layout.num_pages) {
+      const int32_t* bad =
+          std::find_if(ids, ids + num_blocks, [&](int32_t id) { return id < 0 || id >= *layout.num_pages; });
       throw std::invalid_argument("layout.kv_indices: row " + text(row) + " lists page " + text(*bad) +
                                   " as its block " + text(bad - ids) +
                                   ", expected an id in [0, num_pages = " + text(*layout.num_pages) + ")");

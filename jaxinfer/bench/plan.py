@@ -1,0 +1,139 @@
+"""`bench plan`: what a serving step costs on the host before anything runs: its layout, its plan."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import jaxinfer
+from jaxinfer import _native
+from jaxinfer.bench.measure import interleaved
+from jaxinfer.bench.report import Progress, print_table
+from jaxinfer.bench.workloads import PLAN_SHAPES, PlanShape, plan_arrays
+from jaxinfer.layout import BlockSparse
+
+_CAUSAL = jaxinfer.Variant(causal=True)
+
+
+def bench_plan(*, requests: Sequence[int] | None = None, rounds: int = 200) -> None:
+    """Times all sizes and prints the table; `requests=None`: PLAN_SHAPES, else decode batches of these sizes.
+
+    Raises:
+      ValueError: a plan lists too few or too many KV tokens.
+    """
+    shapes = PLAN_SHAPES if requests is None else [PlanShape(n, 0) for n in requests]
+    progress = Progress(len(shapes))
+    rows = []
+    for shape in shapes:
+        progress.start(f"plan {shape.name}")
+        rows += _measure(shape, rounds)
+    progress.finish()
+    shape = shapes[0]
+    print_table(
+        f"planning one step on the host, causal, {shape.num_qo_heads}/{shape.num_kv_heads} heads, "
+        f"head_dim {shape.head_dim}, page {shape.page_size}, {platform.machine()}",
+        ("step", "what", "median us", "quartiles us", "tokens", "items"),
+        rows,
+        text_columns=2,
+    )
+
+
+def _measure(shape: PlanShape, rounds: int) -> list[tuple[str, ...]]:
+    arrays = plan_arrays(shape)
+
+    def layout() -> BlockSparse:
+        return jaxinfer.paged(
+            arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_len, shape.page_size
+        )
+
+    built = layout()
+    plan = _plan(built, shape)
+    _check_coverage(plan, built)
+    calls = {
+        "layout (jaxinfer.paged)": layout,
+        "jaxinfer.plan": lambda: _plan(built, shape),
+        "of which C++": _planner_call(plan, built),
+    }
+    timings = interleaved(calls, rounds=rounds)
+    tokens = str(built.num_tokens)
+    items = str(int(plan.data[5 : 5 + len(plan.spec.classes)].sum()))  # csrc/plan/format.h: kHeaderNumItems
+    rows = []
+    for name, t in timings.items():
+        quartiles = f"{1e6 * t.low:.1f}-{1e6 * t.high:.1f}"
+        rows.append((shape.name, name, f"{1e6 * t.median:.1f}", quartiles, tokens, items))
+    return rows
+
+
+def _plan(layout: BlockSparse, shape: PlanShape) -> jaxinfer.Plan:
+    return jaxinfer.plan(
+        layout,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype="bfloat16",
+        variant=_CAUSAL,
+    )
+
+
+def _planner_call(plan: jaxinfer.Plan, layout: BlockSparse) -> Callable[[], None]:
+    """The compiled planner alone, with the static facts of `plan`."""
+    spec = plan.spec
+    planner = _native.Planner(
+        classes=[(c.tile, c.packed, c.num_queues, c.num_ctas) for c in spec.classes],
+        num_tokens=spec.num_tokens,
+        num_rows=spec.num_rows,
+        num_layouts=spec.num_layouts,
+        kv_capacity=spec.kv_capacity,
+        page_size=spec.page_size,
+        contiguous=spec.contiguous,
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_vo=spec.head_dim_vo,
+        element_size=2,
+        causal=spec.causal,
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        runs=spec.schedule == "runs",
+        batch_invariant=spec.batch_invariant,
+        split_tokens=spec.split_tokens,
+    )
+    out = np.empty(spec.num_words, np.int32)
+    names = ("q_start", "q_len", "kv_start", "kv_indices", "kv_len", "kv_offset", "q_pos", "block_pos")
+    arrays: list[Any] = [getattr(layout, name) for name in names]
+
+    def call() -> None:
+        planner(*arrays, None, out)
+
+    call()
+    if not np.array_equal(out, plan.data):
+        raise ValueError("the planner called alone made another plan than jaxinfer.plan")
+    return call
+
+
+def _check_coverage(plan: jaxinfer.Plan, layout: BlockSparse) -> None:
+    """The items list for every token all KV tokens that causal lets it see, and no more than its row has."""
+    seen = np.zeros(layout.num_tokens, np.int64)
+    for index, c in enumerate(plan.spec.classes):
+        begin, count = _class_words(plan, index)
+        items = plan.data[begin : begin + 8 * c.item_capacity].reshape(-1, 8)[:count]
+        for token, kv_begin, kv_end, flags in items[:, [0, 1, 2, 7]]:
+            seen[token : token + (flags & 0xFFFF)] += kv_end - kv_begin
+    wrong = (seen <= layout.q_pos) | (seen > np.repeat(layout.kv_len, layout.q_len))
+    if wrong.any():
+        token = int(wrong.argmax())
+        raise ValueError(f"the plan lists {seen[token]} KV tokens for token {token} at {layout.q_pos[token]}")
+
+
+def _class_words(plan: jaxinfer.Plan, index: int) -> tuple[int, int]:
+    """Word where a class's items begin, and how many are in use (the layout of csrc/plan/format.h)."""
+    word = 16
+    for i, c in enumerate(plan.spec.classes):
+        word += -(-(c.num_queues + 1) // 4) * 4
+        if i == index:
+            break
+        word += 8 * c.item_capacity
+    return word, int(plan.data[5 + index])

@@ -1,0 +1,269 @@
+"""The command line: parses arguments, runs a command, turns errors into one line and an exit status.
+
+What the commands do lives elsewhere: models/ generates, bench/ measures. Results go to standard output, all
+else to standard error. Exit status: 0 done, 1 the command failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from jaxinfer import __version__
+
+_EXTRAS = {
+    "gguf": "models",
+    "jinja2": "models",
+    "safetensors": "models",
+    "tokenizers": "models",
+    "matplotlib": "bench",
+    "rich": "bench",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status; `argv=None` takes the process's arguments."""
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        return _fail(f"this needs the package {error.name}: pip install 'jaxinfer[{extra}]'")
+    except BrokenPipeError:
+        # The reader has gone (`... | head`); Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return _fail("interrupted", status=130)
+    except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
+        if os.environ.get("JAXINFER_TRACEBACK"):
+            raise
+        return _fail(str(error))
+
+
+def _fail(message: str, status: int = 1) -> int:
+    print(f"jaxinfer: error: {message}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxinfer",
+        description="jaxinfer, the attention engine for serving language models from JAX.",
+        epilog="Set JAXINFER_TRACEBACK=1 to see where an error came from.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    info = commands.add_parser(
+        "info",
+        help="versions, devices, FFI targets, CPU instruction set, cache folder",
+        description="Versions, devices, FFI targets, the CPU instruction set in use and the cache folder.",
+    )
+    info.set_defaults(run=_info)
+    _add_bench(commands)
+    return parser
+
+
+def _examples(*lines: str) -> str:
+    return "examples:\n" + "\n".join(f"  python -m jaxinfer {line}" for line in lines)
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts with a language model",
+        description="Continues prompts with a Llama-like model; several prompts run in one batch.",
+        epilog=_examples(
+            'generate "The capital of France is"',
+            'generate --chat "What is a page table?" --max-tokens 200',
+            'generate "One" "Two" "Three" --temperature 0.8 --top-p 0.95 --seed 7',
+            'generate --model ./Llama-3.2-1B --dtype bfloat16 "Hello"',
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue; quote it")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a .gguf file or a Hugging Face folder; default: SmolLM2-135M-Instruct, fetched once (93 MB)",
+    )
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=64, metavar="N", help="tokens per prompt (default 64)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="draw from softmax(logits / T); default: always the most likely token",
+    )
+    parser.add_argument(
+        "--top-k", type=_positive, metavar="K", help="draw from the K most likely tokens (with --temperature)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the most likely tokens of total probability P (with --temperature)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the first prompt's draws; each further prompt counts on by one (default 0)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights, activations and cache (default float32)",
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=("reference",),
+        help="'reference': attention in plain JAX instead of the compiled kernels (slow)",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="prompts that run at once; the others wait (default 8)",
+    )
+    parser.add_argument(
+        "--page-size", type=_positive, default=16, metavar="N", help="tokens of a KV cache page (default 16)"
+    )
+    parser.set_defaults(run=_generate)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure planning and decoding",
+        description="Measures jaxinfer on this machine.",
+        epilog=_examples(
+            "bench plan",
+            "bench decode",
+            "bench decode --batch 1 8 --kv 2048 --heads 32/8 --output decode.png",
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    plan = what.add_parser(
+        "plan",
+        help="time to build a step's layout and plan on the host",
+        description="Times a step's host work: the layout, jaxinfer.plan, and the C++ planner alone.",
+    )
+    plan.add_argument(
+        "--requests", type=_positive, nargs="+", metavar="N", help="batch sizes (default 128 2048)"
+    )
+    plan.add_argument(
+        "--rounds", type=_positive, default=200, metavar="N", help="timed rounds per case (default 200)"
+    )
+    plan.set_defaults(run=_bench_plan)
+    decode = what.add_parser(
+        "decode",
+        help="one decode step against jax.nn.dot_product_attention",
+        description="Times attention of one decode step over a paged KV cache (shuffled pages, random data) "
+        "against jax.nn.dot_product_attention on gathered pages, interleaved. Results are checked first.",
+    )
+    decode.add_argument(
+        "--batch", type=_positive, nargs="+", default=(1, 4, 16), metavar="B", help="requests"
+    )
+    decode.add_argument(
+        "--kv",
+        type=_positive,
+        nargs="+",
+        default=(64, 1024, 4096),
+        metavar="N",
+        help="cached KV tokens per request",
+    )
+    decode.add_argument(
+        "--heads", type=_heads, default=(9, 3), metavar="QO/KV", help="query and KV heads (default 9/3)"
+    )
+    decode.add_argument(
+        "--head-dim", type=_positive, default=64, metavar="D", help="head dimension (default 64)"
+    )
+    decode.add_argument(
+        "--page-size", type=_positive, default=16, metavar="N", help="KV tokens of a page (default 16)"
+    )
+    decode.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    decode.add_argument(
+        "--rounds", type=_positive, default=100, metavar="N", help="timed rounds per case (default 100)"
+    )
+    decode.add_argument("--output", metavar="PNG", help="also draw the results into this file")
+    decode.add_argument("--pin-one-core", action="store_true", help="run on one CPU core only")
+    decode.set_defaults(run=_bench_decode)
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return number
+
+
+def _heads(text: str) -> tuple[int, int]:
+    parts = text.split("/")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form QO/KV, such as 9/3")
+    qo, kv = (_positive(part) for part in parts)
+    if qo % kv:
+        raise argparse.ArgumentTypeError(f"{qo} query heads are not a multiple of {kv} KV heads")
+    return qo, kv
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from jaxinfer.models.command import generate
+
+    return generate(args)
+
+
+def _info(args: argparse.Namespace) -> int:
+    import jax
+
+    from jaxinfer import _native
+    from jaxinfer.ffi import TARGETS
+    from jaxinfer.models.download import cache_folder
+
+    rows = [("jaxinfer", __version__), ("Python", f"{platform.python_version()} ({sys.executable})")]
+    rows += [(name, metadata.version(name)) for name in ("jax", "jaxlib", "numpy")]
+    rows.append(("devices", ", ".join(f"{d} ({d.device_kind})" for d in jax.devices())))
+    rows += [(f"FFI targets, {name}", ", ".join(sorted(targets))) for name, targets in TARGETS.items()]
+    rows += [("CPU instructions", _native.cpu_isa()), ("cache folder", str(cache_folder()))]
+    for label, value in rows:
+        print(f"{label + ':':<18}{value}")
+    return 0
+
+
+def _bench_plan(args: argparse.Namespace) -> int:
+    from jaxinfer.bench.plan import bench_plan
+
+    bench_plan(requests=args.requests, rounds=args.rounds)
+    return 0
+
+
+def _bench_decode(args: argparse.Namespace) -> int:
+    if args.pin_one_core:
+        # XLA sizes its thread pool by the affinity when the backend starts, which is later than this.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from jaxinfer.bench.decode import bench_decode
+    from jaxinfer.bench.workloads import DecodeShape
+
+    qo, kv = args.heads
+    shapes = [
+        DecodeShape(batch, kv_len, qo, kv, args.head_dim, args.page_size, args.dtype)
+        for batch in args.batch
+        for kv_len in args.kv
+    ]
+    bench_decode(shapes, rounds=args.rounds, output=args.output)
+    return 0
