@@ -24,7 +24,11 @@ NATIVE = "jaxinfer._native"
 
 
 def read_headers() -> dict[str, str]:
-    paths = [ROOT / "csrc/params.h", ROOT / "csrc/plan/format.h", *sorted((ROOT / "csrc/kernels").glob("*.cuh"))]
+    paths = [
+        ROOT / "csrc/params.h",
+        ROOT / "csrc/plan/format.h",
+        *sorted((ROOT / "csrc/kernels").glob("*.cuh")),
+    ]
     return {str(path.relative_to(ROOT / "csrc")): path.read_text() for path in paths}
 
 
@@ -51,7 +55,9 @@ def expand(line: str) -> list[str]:
     words = line.partition("#")[0].split()
     if not words:
         return []
-    choices = [[(word.partition("=")[0], value) for value in word.partition("=")[2].split(",")] for word in words[1:]]
+    choices = [
+        [(word.partition("=")[0], value) for value in word.partition("=")[2].split(",")] for word in words[1:]
+    ]
     specs = []
     for combination in itertools.product(*choices):
         fields: dict[str, Any] = {"kernel": words[0]}
@@ -101,7 +107,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     specs = [spec for line in args.instances.read_text().splitlines() for spec in expand(line)]
-    specs = [spec for spec in dict.fromkeys(specs) if args.match in str(jit("spec").KernelSpec.from_json(spec))]
+    specs = [
+        spec for spec in dict.fromkeys(specs) if args.match in str(jit("spec").KernelSpec.from_json(spec))
+    ]
     if args.list:
         print("\n".join(specs))
         return 0

@@ -125,12 +125,8 @@ ffi::Error append(int32_t device, cuda::Stream stream, ffi::AnyBuffer, ffi::AnyB
   if (params.num_tokens == 0 || params.num_pages == 0) return ffi::Error::Success();
 
   const cuda::Kernel& kernel = loaded->front();
-  constexpr int64_t kVectorBytes = 16;  // what one thread copies at a time
-  const int64_t row_bytes = (int64_t{params.head_dim_qk} + params.head_dim_vo) * params.element_size;
-  const int64_t vectors = int64_t{params.num_tokens} * params.num_kv_heads * ceil_div(row_bytes, kVectorBytes);
   void* arguments[] = {&params};
-  const auto error =
-      cuda::launch(kernel, stride_grid(kernel, ceil_div(vectors, kernel.num_threads)), stream, arguments);
+  const auto error = cuda::launch(kernel, stride_grid(kernel, params.num_tokens), stream, arguments);
   return error.empty() ? ffi::Error::Success() : internal(error);
 }
 

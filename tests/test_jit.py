@@ -9,8 +9,10 @@ import functools
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -23,7 +25,9 @@ from jax import export
 import jaxinfer
 from jaxinfer import _native
 from jaxinfer.jit import cache, info, nvrtc, registry, render, select, warmup
+from jaxinfer.jit.sources import headers
 from jaxinfer.jit.spec import FunctorSource, KernelSpec, join, padded_head_dim
+from jaxinfer.plan import choose_tiles
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
@@ -81,7 +85,10 @@ def test_spec_survives_its_string() -> None:
     assert len(APPEND.to_json()) < 60
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernel":"append","dtype":"bfloat16","novel":1}', '{"kernel":"x","dtype":"float32"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"kernel":"append","dtype":"bfloat16","novel":1}', '{"kernel":"x","dtype":"float32"}'],
+)
 def test_string_of_another_version_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a kernel spec of this version"):
         KernelSpec.from_json(text)
@@ -100,7 +107,14 @@ def test_head_dims_are_padded_up() -> None:
 
 def test_rendered_text_holds_the_spec() -> None:
     rendered = render.render(TILE_64, "sm_90a")
-    for constant in ("kDType = DType::kBF16", "kHeadDimQk = 128", "kTile = 64", "kPacked = true", "kContiguous = false", "kRules = 33u"):
+    for constant in (
+        "kDType = DType::kBF16",
+        "kHeadDimQk = 128",
+        "kTile = 64",
+        "kPacked = true",
+        "kContiguous = false",
+        "kRules = 33u",
+    ):
         assert f" {constant};" in rendered.text
     assert f"kNumThreads = {rendered.num_threads};" in rendered.text
     assert f"kSmemBytes = {rendered.smem_bytes};" in rendered.text
@@ -109,7 +123,9 @@ def test_rendered_text_holds_the_spec() -> None:
 
 def test_functor_is_woven_in() -> None:
     functor = FunctorSource(ALIBI, (("slopes", "float"),), (("strength", "float"),))
-    text = render.render(KernelSpec("attention_mma", "bfloat16", 128, 128, 64, True, functor=functor), "sm_90a").text
+    text = render.render(
+        KernelSpec("attention_mma", "bfloat16", 128, 128, 64, True, functor=functor), "sm_90a"
+    ).text
     assert re.search(r"struct VariantOperands \{\s+const float\* slopes;\s+float strength;\s+\};", text)
     assert '#line 1 "from_cuda"\n' + ALIBI in text
     assert "kLogits = true" in text and "kMask = true" not in text
@@ -129,38 +145,42 @@ def test_headers_compile_for_every_architecture(compiler: None, arch: str) -> No
 
 def test_parameter_structs_have_the_hosts_layout(compiler: None) -> None:
     """NVRTC's own idea of the size, against the one that the host compiler prints."""
-    if not any(_which(name) for name in ("g++", "c++")):
+    if not any(shutil.which(name) for name in ("g++", "c++")):
         pytest.skip("needs a C++ compiler")
-    fields = ["layer", "o", "partial_lse", "dtype", "num_layers", "num_pages", "k_strides", "format", "variant"]
-    source = '#include "params.h"\n#include <cstddef>\n#include <cstdio>\nusing P = jaxinfer::AttentionParams;\nint main() {\n'
-    source += 'std::printf("%zu %zu", sizeof(P), sizeof(jaxinfer::AppendParams));\n'
-    source += "".join(f'std::printf(" %zu", offsetof(P, {f}));\n' for f in fields) + "}\n"
-    host = _run_cpp(source)
-    checks = f"static_assert(sizeof(P) == {host[0]} && sizeof(jaxinfer::AppendParams) == {host[1]});\n"
-    checks += "".join(f"static_assert(__builtin_offsetof(P, {f}) == {n});\n" for f, n in zip(fields, host[2:], strict=True))
-    text = '#include "params.h"\nusing P = jaxinfer::AttentionParams;\n' + checks
-    from jaxinfer.jit.sources import headers
-
+    structs = (
+        "AttentionParams",
+        "AppendParams",
+        "VariantParams",
+        "CacheStrides",
+        "PlanFormat",
+        "ClassFormat",
+        "Item",
+    )
+    source = '#include "params.h"\n#include <cstdio>\nusing namespace jaxinfer;\nint main() {\n'
+    host = _run_cpp(source + "".join(f'std::printf("%zu ", sizeof({name}));\n' for name in structs) + "}\n")
+    text = '#include "params.h"\nusing namespace jaxinfer;\n' + "".join(
+        f"static_assert(sizeof({name}) == {size});\n" for name, size in zip(structs, host, strict=True)
+    )
     nvrtc.compile_cubin("layout.cu", text, headers(), registry.options("sm_90a"))
     assert host[0] < 4096
 
 
-def _which(name: str) -> str | None:
-    import shutil
-
-    return shutil.which(name)
-
-
 def _run_cpp(source: str) -> list[int]:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "a.cc").write_text(source)
-        compiler = _which("g++") or _which("c++")
+        compiler = shutil.which("g++") or shutil.which("c++")
         assert compiler is not None
-        subprocess.run([compiler, "-std=c++17", f"-I{ROOT / 'csrc'}", str(path / "a.cc"), "-o", str(path / "a")], check=True)
-        return [int(n) for n in subprocess.run([str(path / "a")], check=True, capture_output=True, text=True).stdout.split()]
+        subprocess.run(
+            [compiler, "-std=c++17", f"-I{ROOT / 'csrc'}", str(path / "a.cc"), "-o", str(path / "a")],
+            check=True,
+        )
+        return [
+            int(n)
+            for n in subprocess.run(
+                [str(path / "a")], check=True, capture_output=True, text=True
+            ).stdout.split()
+        ]
 
 
 def test_users_compile_error_names_their_line(compiler: None, fresh: Path) -> None:
@@ -184,7 +204,9 @@ def test_missing_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch, fre
     nvrtc.nvrtc.cache_clear()
     monkeypatch.setenv(nvrtc.ENV_LIBRARY, "/nowhere/libnvrtc.so")
     try:
-        with pytest.raises(nvrtc.NvrtcNotFoundError, match=r"(?s)pip install .*jax\[cuda13\].*/nowhere/libnvrtc.so"):
+        with pytest.raises(
+            nvrtc.NvrtcNotFoundError, match=r"(?s)pip install .*jax\[cuda13\].*/nowhere/libnvrtc.so"
+        ):
             registry.load(APPEND.to_json(), "sm_90a")
     finally:
         nvrtc.nvrtc.cache_clear()
@@ -210,7 +232,9 @@ def test_compiled_once_then_found(compiler: None, fresh: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
-def test_damaged_entry_is_rebuilt(compiler: None, fresh: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+def test_damaged_entry_is_rebuilt(
+    compiler: None, fresh: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
     names = _count_compilations(monkeypatch)
     first = registry.load(APPEND.to_json(), "sm_90a")
     (path,) = fresh.glob("*.cubin")
@@ -244,7 +268,8 @@ def test_threads_compile_a_kernel_once(compiler: None, fresh: Path, monkeypatch:
     names = _count_compilations(monkeypatch)
     results: list[registry.Loaded] = []
     threads = [
-        threading.Thread(target=lambda: results.append(registry.load(APPEND.to_json(), "sm_90a"))) for _ in range(8)
+        threading.Thread(target=lambda: results.append(registry.load(APPEND.to_json(), "sm_90a")))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -272,13 +297,22 @@ def test_hash_depends_on_every_part_and_boundary() -> None:
 # --- what a GPU call carries ------------------------------------------------------------------------------------
 
 
-def _export(dtype: str, tiles: tuple[int, ...], variant: jaxinfer.Variant, **options: str) -> list[dict[str, object]]:
+def _export(
+    dtype: str, tiles: tuple[int, ...], variant: jaxinfer.Variant, **options: str
+) -> list[dict[str, object]]:
     """Lowers append and attention for CUDA; the specs of all kernels in the program."""
     layout = jaxinfer.from_block_table(
         np.arange(8).reshape(2, 4), np.array([30, 64]), np.array([0, 3, 4]), 16, num_tokens=8
     )
     plan = jaxinfer.plan(
-        layout, num_qo_heads=8, num_kv_heads=2, head_dim=72, dtype=dtype, variant=variant, tiles=tiles, num_ctas=8
+        layout,
+        num_qo_heads=8,
+        num_kv_heads=2,
+        head_dim=72,
+        dtype=dtype,
+        variant=variant,
+        tiles=tiles,
+        num_ctas=8,
     )
 
     def step(q, k, v, k_new, v_new, slots, layout, plan, variant):  # type: ignore[no-untyped-def]
@@ -289,7 +323,9 @@ def _export(dtype: str, tiles: tuple[int, ...], variant: jaxinfer.Variant, **opt
         return jax.ShapeDtypeStruct(dims, dtype)
 
     pool, rows = shape(8, 16, 2, 72), shape(8, 2, 72)
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in ("jaxinfer_attention", "jaxinfer_append")]
+    checks = [
+        export.DisabledSafetyCheck.custom_call(name) for name in ("jaxinfer_attention", "jaxinfer_append")
+    ]
     exported = export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(
         shape(8, 8, 72), pool, pool, rows, rows, jax.ShapeDtypeStruct((8,), jnp.int32), layout, plan, variant
     )
@@ -326,7 +362,9 @@ def test_float32_runs_on_tile_1_alone() -> None:
 
 
 def test_implementations_on_a_gpu() -> None:
-    assert [s["kernel"] for s in _export("bfloat16", (16,), jaxinfer.Variant(), implementation="mma")][1] == "attention_mma"
+    assert [s["kernel"] for s in _export("bfloat16", (16,), jaxinfer.Variant(), implementation="mma")][
+        1
+    ] == "attention_mma"
     with pytest.raises(ValueError, match="has no tile 1"):
         _export("bfloat16", (1,), jaxinfer.Variant(), implementation="mma")
     with pytest.raises(NotImplementedError, match="tile 192"):
@@ -342,8 +380,6 @@ def test_warmup_covers_what_plans_choose() -> None:
     specs = warmup.model_kernels(Model(), [jaxinfer.Variant(causal=True)])
     tiles = {KernelSpec.from_json(s).tile for s in specs}
     for num_tokens, num_rows in itertools.product((1, 4, 64, 2048), (1, 3, 64)):
-        from jaxinfer.plan import choose_tiles
-
         assert set(choose_tiles((num_tokens, num_rows), 4, "bfloat16", 128, 128, True)) <= tiles
     assert sum(KernelSpec.from_json(s).kernel == "merge" for s in specs) == 1
 
@@ -354,7 +390,9 @@ def test_warmup_covers_what_plans_choose() -> None:
 def test_from_cuda_reads_params_in_order() -> None:
     slopes = np.arange(8, dtype=np.float32)
     ids = np.zeros((4, 4), np.int32)
-    variant = jaxinfer.Variant.from_cuda(ALIBI, {"slopes": slopes, "strength": 0.5, "ids": ids, "n": 3}, causal=True)
+    variant = jaxinfer.Variant.from_cuda(
+        ALIBI, {"slopes": slopes, "strength": 0.5, "ids": ids, "n": 3}, causal=True
+    )
     assert variant.functor is not None and variant.causal
     assert variant.functor.source.pointers == (("slopes", "float"), ("ids", "int"))
     assert variant.functor.source.scalars == (("strength", "float"), ("n", "int"))
@@ -381,7 +419,11 @@ def test_from_cuda_refuses(source: str, params: dict[str, object], message: str)
 def test_users_rules_travel_in_the_program() -> None:
     variant = jaxinfer.Variant.from_cuda(ALIBI, {"slopes": np.zeros(8, np.float32), "strength": 0.5})
     specs = _export("bfloat16", (16,), variant)
-    assert specs[1]["functor"] == {"text": ALIBI, "pointers": [["slopes", "float"]], "scalars": [["strength", "float"]]}
+    assert specs[1]["functor"] == {
+        "text": ALIBI,
+        "pointers": [["slopes", "float"]],
+        "scalars": [["strength", "float"]],
+    }
     assert "functor" not in specs[2]  # the merge computes none of it
 
 
@@ -390,7 +432,9 @@ def test_users_rules_need_a_gpu() -> None:
         pytest.skip("a GPU is there")
     layout = jaxinfer.ragged(np.array([0, 2]), np.array([0, 4]))
     variant = jaxinfer.Variant.from_cuda(ALIBI, {"slopes": np.zeros(2, np.float32)})
-    plan = jaxinfer.plan(layout, num_qo_heads=2, num_kv_heads=1, head_dim=16, dtype="float32", variant=variant)
+    plan = jaxinfer.plan(
+        layout, num_qo_heads=2, num_kv_heads=1, head_dim=16, dtype="float32", variant=variant
+    )
     q, k = np.zeros((2, 2, 16), np.float32), np.zeros((4, 1, 16), np.float32)
     with pytest.raises(NotImplementedError, match="functor needs a GPU"):
         jaxinfer.attention(q, k, k, layout, plan, variant=variant)
@@ -412,17 +456,26 @@ def test_missing_driver_is_told_in_words() -> None:
 
 def test_driver_declarations_match_cuda_h() -> None:
     folders = [Path(p) / "nvidia/cu13/include" for p in sys.path]
-    folders += [Path(nvcc).resolve().parent.parent / "include" for nvcc in [_which("nvcc")] if nvcc]
+    folders += [Path(nvcc).resolve().parent.parent / "include" for nvcc in [shutil.which("nvcc")] if nvcc]
     folder = next((f for f in folders if (f / "cuda.h").exists()), None)
-    compiler = _which("g++") or _which("c++")
+    compiler = shutil.which("g++") or shutil.which("c++")
     if folder is None or compiler is None:
         pytest.skip("needs cuda.h and a C++ compiler")
-    command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'ffi'}", f"-I{folder}", str(ROOT / "tests/cuda/driver_abi.cc")]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-fsyntax-only",
+        f"-I{ROOT / 'ffi'}",
+        f"-I{folder}",
+        str(ROOT / "tests/cuda/driver_abi.cc"),
+    ]
     subprocess.run(command, check=True)
 
 
 def test_selection_of_merge_follows_the_output_hole() -> None:
-    text = "template <int kCount> __device__ void output(float (&x)[kCount], int dim, const Row& row) const {}"
+    text = (
+        "template <int kCount> __device__ void output(float (&x)[kCount], int dim, const Row& row) const {}"
+    )
     kernels = select.attention_kernels(
         dtype="bfloat16", head_dim_qk=64, head_dim_vo=64, classes=[(16, True)], merges=True, contiguous=False,
         rules=32, functor=FunctorSource(text), implementation=None,

@@ -44,7 +44,10 @@ def get(name: str) -> bytes | None:
     except OSError:
         return None
     body = data[len(_MAGIC) + _DIGEST_SIZE :]
-    whole = data.startswith(_MAGIC) and data[len(_MAGIC) : len(_MAGIC) + _DIGEST_SIZE] == hashlib.sha256(body).digest()
+    whole = (
+        data.startswith(_MAGIC)
+        and data[len(_MAGIC) : len(_MAGIC) + _DIGEST_SIZE] == hashlib.sha256(body).digest()
+    )
     return body if whole else None
 
 

@@ -48,7 +48,9 @@ class Functor:
 
     def scalar_bytes(self) -> bytes:
         """The numbers as the kernel's parameter holds them, 4 bytes each."""
-        return struct.pack("".join("f" if kind == "float" else "i" for _, kind in self.source.scalars), *self.values)
+        return struct.pack(
+            "".join("f" if kind == "float" else "i" for _, kind in self.source.scalars), *self.values
+        )
 
     def params(self, operands: tuple[Any, ...]) -> dict[str, Any]:
         """Arrays and numbers by name, for the twin."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import importlib
 import os
 import site
 import sys
@@ -53,11 +54,11 @@ def _in_wheels() -> list[str]:
 
 def _by_pathfinder() -> list[str]:
     try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
+        pathfinder = importlib.import_module("cuda.pathfinder")  # a package that need not be there
     except ImportError:
         return []
     try:
-        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+        path = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
     except Exception:  # it raises several kinds when it finds nothing, and the next place is tried then
         return []
     return [path] if path else []
@@ -92,7 +93,8 @@ def nvrtc() -> Nvrtc:
     raise NvrtcNotFoundError(
         "GPU kernels are compiled when first needed, by NVRTC, and no NVRTC library could be loaded. "
         'Install it with `pip install "jax[cuda13]"` or `pip install nvidia-cuda-nvrtc` (CUDA 12: '
-        f"nvidia-cuda-nvrtc-cu12), or set {ENV_LIBRARY} to the path of libnvrtc.so. Tried:\n" + "\n".join(failures)
+        f"nvidia-cuda-nvrtc-cu12), or set {ENV_LIBRARY} to the path of libnvrtc.so. Tried:\n"
+        + "\n".join(failures)
     )
 
 
@@ -129,7 +131,9 @@ def best_arch(arch: str) -> str:
     return f"sm_{max(usable)}"
 
 
-def compile_cubin(name: str, text: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[bytes, str]:
+def compile_cubin(
+    name: str, text: str, headers: Mapping[str, str], options: Sequence[str]
+) -> tuple[bytes, str]:
     """Compiles CUDA text to a cubin.
 
     Args:

@@ -67,7 +67,13 @@ def arch_of(compute_capability: str) -> str:
 
 def options(arch: str) -> list[str]:
     """NVRTC options for a kernel. The parameter structs' member functions carry no __device__, hence the third."""
-    return [f"-arch={arch}", "-std=c++17", "--device-as-default-execution-space", "-lineinfo", "--ptxas-options=-v"]
+    return [
+        f"-arch={arch}",
+        "-std=c++17",
+        "--device-as-default-execution-space",
+        "-lineinfo",
+        "--ptxas-options=-v",
+    ]
 
 
 def compile_spec(spec: KernelSpec, arch: str) -> tuple[Rendered, bytes, str]:
@@ -87,7 +93,14 @@ def _build(spec: KernelSpec, device_arch: str) -> tuple[Rendered, bytes]:
     arch = best_arch(device_arch)
     rendered = render(spec, arch)
     version = "{}.{}".format(*compiler.version)
-    name = cache.key([rendered.text, *(part for item in sorted(headers().items()) for part in item), *options(arch), version])
+    name = cache.key(
+        [
+            rendered.text,
+            *(part for item in sorted(headers().items()) for part in item),
+            *options(arch),
+            version,
+        ]
+    )
     if (cubin := cache.get(name)) is not None:
         return rendered, cubin
     announce = threading.Timer(_ANNOUNCE_AFTER, _announce, (f"jaxinfer: compiling {spec} for {arch} ...",))
@@ -109,5 +122,7 @@ def _announce(line: str) -> None:
 
 def _explain(spec: KernelSpec, arch: str, log: str) -> str:
     if spec.functor is not None and f"{FUNCTOR_NAME}(" in log:
-        return f"the CUDA text given to Variant.from_cuda does not compile (lines count from its first):\n{log}"
+        return (
+            f"the CUDA text given to Variant.from_cuda does not compile (lines count from its first):\n{log}"
+        )
     return f"jaxinfer's kernel {spec} does not compile for {arch}; please report this:{os.linesep}{log}"

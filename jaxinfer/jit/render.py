@@ -75,7 +75,11 @@ def render(spec: KernelSpec, arch: str) -> Rendered:
     """
     if spec.kernel == "append":
         return _render_append(spec)
-    config = merge_config(dtype=spec.dtype, head_dim_vo=spec.head_dim_vo) if spec.kernel == "merge" else _tile(spec, arch)
+    config = (
+        merge_config(dtype=spec.dtype, head_dim_vo=spec.head_dim_vo)
+        if spec.kernel == "merge"
+        else _tile(spec, arch)
+    )
     constants = [
         f"static constexpr DType kDType = {_DTYPE[spec.dtype]};",
         f"static constexpr int kHeadDimQk = {spec.head_dim_qk};",
@@ -166,7 +170,11 @@ def _operands(functor: FunctorSource | None) -> list[str]:
     else:
         members = [f"const {kind}* {name};" for name, kind in functor.pointers]
         members += [f"{kind} {name};" for name, kind in functor.scalars]
-    return ["namespace jaxinfer {", *_struct("VariantOperands", members or ["int unused;"]), "}  // namespace jaxinfer"]
+    return [
+        "namespace jaxinfer {",
+        *_struct("VariantOperands", members or ["int unused;"]),
+        "}  // namespace jaxinfer",
+    ]
 
 
 def _variant(functor: FunctorSource | None) -> list[str]:
@@ -192,5 +200,10 @@ def _variant(functor: FunctorSource | None) -> list[str]:
     ]
     for name, (_, signature, body) in _HOLES.items():
         if name in filled:
-            lines += [f"  static constexpr bool k{name.capitalize()} = true;", f"  {signature}", f"    {body}", "  }"]
+            lines += [
+                f"  static constexpr bool k{name.capitalize()} = true;",
+                f"  {signature}",
+                f"    {body}",
+                "  }",
+            ]
     return [*lines, "};"]

@@ -80,7 +80,9 @@ def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
     if tile == 1 and implementation is None:
         return "attention_simt"
     if tile == 1:
-        raise ValueError(f'implementation={implementation!r} has no tile 1; plan with tiles from {_MMA_TILES}')
+        raise ValueError(
+            f"implementation={implementation!r} has no tile 1; plan with tiles from {_MMA_TILES}"
+        )
     if dtype == "float32":
         raise ValueError(
             f"the plan has tile {tile}, dtype is float32: on a GPU float32 runs on tile 1 alone. Plan with tiles=(1,), "

@@ -39,7 +39,9 @@ def local_archs() -> list[str]:
     if driver["error"]:
         raise RuntimeError(driver["error"])
     if not driver["devices"]:
-        raise RuntimeError("the NVIDIA driver shows no GPU; in a container give it access (for example --gpus all)")
+        raise RuntimeError(
+            "the NVIDIA driver shows no GPU; in a container give it access (for example --gpus all)"
+        )
     return list(dict.fromkeys(registry.arch_of(device["compute_capability"]) for device in driver["devices"]))
 
 
