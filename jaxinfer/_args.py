@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-Array = np.ndarray[Any, Any] | jax.Array
+Array = np.ndarray[Any, np.dtype[Any]] | jax.Array
 """An array on the host (numpy) or on a device, traced or not."""
 
 IntLike = ArrayLike | list[int] | list[list[int]] | tuple[int, ...]

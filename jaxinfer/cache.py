@@ -22,7 +22,7 @@ def append_kv(
     v_pages: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    slots: jax.Array | np.ndarray[Any, Any],
+    slots: jax.Array | np.ndarray[Any, np.dtype[Any]],
     *,
     layer: jax.Array | int | None = None,
     kv_layout: str = "NHD",
@@ -82,7 +82,9 @@ def append_kv(
         used = np.sort(slots[(slots >= 0) & (slots < num_slots)])
         twice = used[:-1][used[1:] == used[:-1]]
         if twice.size:
-            raise ValueError(f"slots holds slot {twice[0]} more than once; every token needs a slot of its own")
+            raise ValueError(
+                f"slots holds slot {twice[0]} more than once; every token needs a slot of its own"
+            )
     k_out, v_out = append_p.bind(
         k_pages,
         v_pages,

@@ -194,7 +194,7 @@ def ragged(
 
 
 def from_block_mask(
-    mask: np.ndarray[Any, Any],
+    mask: np.ndarray[Any, np.dtype[Any]],
     block_rows: int,
     block_cols: int,
     num_tokens: int | None = None,

@@ -8,6 +8,7 @@ float32. Argument checks beyond what would be silently wrong here are the public
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -57,6 +58,25 @@ def attention(
       ValueError: shapes that do not fit together, or an LSE without softmax.
       NotImplementedError: a custom mask with a composed layout.
     """
+    out: jax.Array | AttentionState = _attention(
+        q, k, v, layout, variant, sm_scale, layer, kv_layout=kv_layout, return_lse=return_lse
+    )
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("kv_layout", "return_lse"))
+def _attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layout: BlockSparse,
+    variant: Variant,
+    sm_scale: jax.Array | None,
+    layer: jax.Array | None,
+    *,
+    kv_layout: str,
+    return_lse: bool,
+) -> jax.Array | AttentionState:
     pool = _Pool(k, v, layout, layer, kv_layout)
     num_tokens, num_qo_heads, head_dim = q.shape
     if num_tokens != layout.num_tokens:

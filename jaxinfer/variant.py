@@ -55,8 +55,8 @@ class Variant:
     from_cuda = staticmethod(from_cuda)
 
     def __post_init__(self) -> None:
-        # Runs again when jax rebuilds the pytree, then with whatever leaves it likes: only static fields are checked
-        # here, arrays where they are used (`check_operands`).
+        # Runs again when jax rebuilds the pytree, then with whatever leaves it likes: only static fields are
+        # checked here, arrays where they are used (`check_operands`).
         normalised = {
             "causal": _flag("causal", self.causal),
             "softmax": _flag("softmax", self.softmax),
@@ -103,8 +103,8 @@ jax.tree_util.register_dataclass(
 
 
 def pack_masks(
-    masks: Sequence[np.ndarray[Any, Any]], layout: BlockSparse, capacity: int | None = None
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    masks: Sequence[np.ndarray[Any, np.dtype[Any]]], layout: BlockSparse, capacity: int | None = None
+) -> tuple[np.ndarray[Any, np.dtype[Any]], np.ndarray[Any, np.dtype[Any]]]:
     """Packs one bool mask per BSR row into the bits that a Variant carries. On the host.
 
     Bit `i * kv_len + j` of a row, counted from its first byte in little-endian bit order, says whether the

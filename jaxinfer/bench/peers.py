@@ -112,7 +112,7 @@ PEERS = (
 )
 
 
-def expected_output(batch: DecodeBatch) -> np.ndarray[Any, Any]:
+def expected_output(batch: DecodeBatch) -> np.ndarray[Any, np.dtype[Any]]:
     """What every peer must compute: numpy in float64 on the operands as rounded to the batch's dtype."""
     dtype = jnp.dtype(batch.shape.dtype)
     q, k_pages, v_pages = (
@@ -132,7 +132,9 @@ def expected_output(batch: DecodeBatch) -> np.ndarray[Any, Any]:
     return out
 
 
-def check_output(name: str, batch: DecodeBatch, result: jax.Array, expected: np.ndarray[Any, Any]) -> float:
+def check_output(
+    name: str, batch: DecodeBatch, result: jax.Array, expected: np.ndarray[Any, np.dtype[Any]]
+) -> float:
     """Norm-wise relative error of a peer's result; ValueError where it is not worth timing."""
     got = np.asarray(result).astype(np.float64)
     if got.shape != expected.shape:
