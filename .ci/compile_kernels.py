@@ -1,7 +1,7 @@
 """Compiles what csrc/kernels/instances lists, for every supported architecture, and reports registers.
 
-Needs NVRTC, no GPU and no build: headers are read from csrc/. Fails on an error, on a spill, and where ptxas says that
-it serialised tensor core instructions.
+Needs NVRTC, no GPU and no build: headers are read from csrc/. Fails on an error, on a spill, and where ptxas
+says that it serialised tensor core instructions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def read_headers() -> dict[str, str]:
 
 
 def jit(name: str) -> types.ModuleType:
-    """A module of jaxinfer.jit from the source tree; the compiled library is stood in for by the folder's headers."""
+    """A module of jaxinfer.jit from the source tree; the compiled library is stood in for by the folder's
+    headers.
+    """
     if NATIVE not in sys.modules:
         package = types.ModuleType("jaxinfer")
         package.__path__ = [str(ROOT / "jaxinfer")]
@@ -49,8 +51,8 @@ def jit(name: str) -> types.ModuleType:
 def expand(line: str) -> list[str]:
     """The specs of one line of the list: `kernel key=a,b key=c ...`, every combination of the values.
 
-    Keys are those of KernelSpec, with head_dim for both head dims (`192x128` for a pair) and rules by the names of
-    `jaxinfer.ffi.RULES` joined by "+".
+    Keys are those of KernelSpec, with head_dim for both head dims (`192x128` for a pair) and rules by the
+    names of `jaxinfer.ffi.RULES` joined by "+".
     """
     words = line.partition("#")[0].split()
     if not words:
@@ -94,7 +96,8 @@ def compile_one(job: tuple[str, str]) -> tuple[str, str, str]:
         complaint = f"{spills} bytes spilled"
     if "serializ" in log.lower() or re.search(r"C75\d\d", log):
         complaint = "tensor core instructions are serialised"
-    figures = f"{registers:4d} reg {rendered.num_threads:4d} thr {rendered.smem_bytes:7d} smem {len(cubin):7d} B {seconds:5.2f} s"
+    figures = f"{registers:4d} reg {rendered.num_threads:4d} thr {rendered.smem_bytes:7d} smem"
+    figures += f" {len(cubin):7d} B {seconds:5.2f} s"
     return ("bad" if complaint else "ok"), figures, complaint and f"{complaint}\n{log}"
 
 

@@ -1,4 +1,5 @@
-// What Python sees of the GPU side: the kernels' sources, facts about driver and devices, and registering the loader.
+// What Python sees of the GPU side: the kernels' sources, facts about driver and devices, and registering the
+// loader.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -73,13 +74,15 @@ void bind_cuda(nb::module_& m) {
   m.def(
       "set_kernel_loader",
       [](nb::callable loader) {
-        // Kept for the life of the process: releasing it would need the GIL of an interpreter that may be gone.
+        // Kept for the life of the process: releasing it would need the GIL of an interpreter that may be
+        // gone.
         const nb::handle kept = loader.release();
         cuda::set_loader([kept](const std::string& spec, const std::string& arch, std::string* error) {
           return call_loader(kept, spec, arch, error);
         });
       },
-      nb::arg("loader"), "loader(spec_json, arch) -> (cubin, kernel name, threads per CTA, bytes of shared memory).");
+      nb::arg("loader"),
+      "loader(spec_json, arch) -> (cubin, kernel name, threads per CTA, bytes of shared memory).");
   m.def(
       "kernel_sources",
       [] {
@@ -90,7 +93,8 @@ void bind_cuda(nb::module_& m) {
         return sources;
       },
       "The headers of the GPU kernels: text by the name that #include uses.");
-  m.def("driver_info", &driver_info, "Driver version, devices, and an error text where there is no usable driver.");
+  m.def("driver_info", &driver_info,
+        "Driver version, devices, and an error text where there is no usable driver.");
   m.def(
       "load_kernels",
       [](int32_t device, const std::string& specs) {

@@ -7,7 +7,8 @@ namespace jaxinfer::cuda {
 
 namespace {
 
-using GetProcAddress = Result (*)(const char* symbol, void** function, int version, uint64_t flags, int* status);
+using GetProcAddress = Result (*)(const char* symbol, void** function, int version, uint64_t flags,
+                                  int* status);
 
 // Entry points are asked for in the version that our declarations match; the driver keeps old ones forever.
 constexpr int kInterfaceVersion = 12000;
@@ -45,15 +46,16 @@ std::string open(Driver* driver) {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* reason = dlerror();
-    return std::string("no NVIDIA driver: ") + (reason != nullptr ? reason : "libcuda.so.1 cannot be opened") +
+    return std::string("no NVIDIA driver: ") +
+           (reason != nullptr ? reason : "libcuda.so.1 cannot be opened") +
            ". Install the driver, or in a container give it access to the GPU (for example --gpus all).";
   }
   auto get = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
   auto get_version = reinterpret_cast<Result (*)(int*)>(dlsym(library, "cuDriverGetVersion"));
   if (get_version != nullptr) get_version(&driver->version);
   if (get == nullptr || driver->version < kMinDriverVersion) {
-    return "the NVIDIA driver is too old: it supports CUDA " + version_text(driver->version) + ", needed is " +
-           version_text(kMinDriverVersion) + " or newer. Update the driver.";
+    return "the NVIDIA driver is too old: it supports CUDA " + version_text(driver->version) +
+           ", needed is " + version_text(kMinDriverVersion) + " or newer. Update the driver.";
   }
   Loader loader(get);
   Api& api = driver->api;
@@ -83,8 +85,8 @@ std::string open(Driver* driver) {
     const char* text = nullptr;
     api.get_error_name(result, &name);
     api.get_error_string(result, &text);
-    return std::string("the NVIDIA driver does not start: cuInit failed: ") + (name != nullptr ? name : "?") + ": " +
-           (text != nullptr ? text : "unknown error");
+    return std::string("the NVIDIA driver does not start: cuInit failed: ") + (name != nullptr ? name : "?") +
+           ": " + (text != nullptr ? text : "unknown error");
   }
   return "";
 }

@@ -1,5 +1,6 @@
-// The NVIDIA driver, opened when it is first needed: the few entry points of libcuda.so.1 that jaxinfer calls, declared
-// here so that building needs no CUDA toolkit, and its errors as text. What is loaded and launched: kernels.cc.
+// The NVIDIA driver, opened when it is first needed: the few entry points of libcuda.so.1 that jaxinfer
+// calls, declared here so that building needs no CUDA toolkit, and its errors as text. What is loaded and
+// launched: kernels.cc.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,8 @@
 
 namespace jaxinfer::cuda {
 
-// Opaque handles and status of the driver API. Layouts and values are the driver's ABI (tests/cuda/driver_abi.cc).
+// Opaque handles and status of the driver API. Layouts and values are the driver's ABI
+// (tests/cuda/driver_abi.cc).
 using Result = int;  // CUresult; 0 is success
 using Device = int;  // CUdevice
 using Context = struct ContextHandle*;
@@ -48,9 +50,9 @@ struct Api {
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*func_set_attribute)(Function function, FunctionAttribute attribute, int value);
   Result (*func_load)(Function function);  // null before driver 12.4
-  Result (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                          unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** params,
-                          void** extra);
+  Result (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                          Stream stream, void** params, void** extra);
 };
 
 // The driver of this machine, or why there is none; settled once.

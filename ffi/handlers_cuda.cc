@@ -1,6 +1,6 @@
-// XLA FFI handlers for platform "CUDA": buffers and attributes to parameter structs, then one launch per tile class and
-// one merge. Kernels are loaded in the initialize stage; the execute stage only launches (it never allocates,
-// synchronises or reads device memory), so that a command buffer can capture it. No math.
+// XLA FFI handlers for platform "CUDA": buffers and attributes to parameter structs, then one launch per tile
+// class and one merge. Kernels are loaded in the initialize stage; the execute stage only launches (it never
+// allocates, synchronises or reads device memory), so that a command buffer can capture it. No math.
 #include <algorithm>
 #include <cstring>
 #include <string_view>
@@ -21,26 +21,33 @@ static_assert(std::is_trivially_copyable_v<AppendParams> && sizeof(AppendParams)
 constexpr int64_t kCtasPerMultiprocessor = 8;  // of a grid-stride kernel; more would only queue
 constexpr size_t kMaxOperandBytes = 1024;      // of a user's variant; a kernel parameter like the structs
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 // Grid of a kernel that strides over `work` CTAs' worth of items.
 int64_t stride_grid(const cuda::Kernel& kernel, int64_t work) {
   return std::min(work, kCtasPerMultiprocessor * int64_t{kernel.num_multiprocessors});
 }
 
-ffi::Error internal(const std::string& text) { return ffi::Error::Internal("jaxinfer: " + text); }
+ffi::Error internal(const std::string& text) {
+  return ffi::Error::Internal("jaxinfer: " + text);
+}
 
 ffi::Error initialize(int32_t device, ffi::Dictionary attributes) {
   const auto specs = attributes.get<std::string_view>("kernels");
-  JAXINFER_CHECK(specs.has_value(), "the call carries no kernels; it was exported by another version of jaxinfer");
+  JAXINFER_CHECK(specs.has_value(),
+                 "the call carries no kernels; it was exported by another version of jaxinfer");
   if (const auto error = cuda::load_kernels(device, *specs); !error.empty()) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxinfer: " + error);
   }
   return ffi::Error::Success();
 }
 
-// The operands of a user's variant as the kernel takes them: pointers in field order, then the scalars' bytes.
-ffi::Error pack_operands(ffi::RemainingArgs arrays, std::string_view scalars, char (&packed)[kMaxOperandBytes]) {
+// The operands of a user's variant as the kernel takes them: pointers in field order, then the scalars'
+// bytes.
+ffi::Error pack_operands(ffi::RemainingArgs arrays, std::string_view scalars,
+                         char (&packed)[kMaxOperandBytes]) {
   JAXINFER_CHECK(arrays.size() * sizeof(void*) + scalars.size() <= kMaxOperandBytes,
                  "a variant has more operands than fit into " + std::to_string(kMaxOperandBytes) + " bytes");
   char* out = packed;
@@ -54,17 +61,19 @@ ffi::Error pack_operands(ffi::RemainingArgs arrays, std::string_view scalars, ch
   return ffi::Error::Success();
 }
 
-ffi::Error attention(int32_t device, cuda::Stream stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     IntBuffer layer, IntBuffer plan, IntBuffer kv_indices, IntBuffer kv_offset, IntBuffer q_pos,
-                     IntBuffer block_pos, IntBuffer q_start, IntBuffer kv_len,
-                     ffi::Buffer<ffi::DataType::U8> mask_bits, IntBuffer mask_indptr, ffi::RemainingArgs operands,
-                     ffi::Result<ffi::AnyBuffer> o, ffi::ResultBuffer<ffi::DataType::F32> lse,
+ffi::Error attention(int32_t device, cuda::Stream stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                     ffi::AnyBuffer v, IntBuffer layer, IntBuffer plan, IntBuffer kv_indices,
+                     IntBuffer kv_offset, IntBuffer q_pos, IntBuffer block_pos, IntBuffer q_start,
+                     IntBuffer kv_len, ffi::Buffer<ffi::DataType::U8> mask_bits, IntBuffer mask_indptr,
+                     ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> o,
+                     ffi::ResultBuffer<ffi::DataType::F32> lse,
                      ffi::ResultBuffer<ffi::DataType::F32> workspace, int32_t rules, float sm_scale,
-                     float logits_soft_cap, int32_t window_left, int32_t window_right, bool hnd, bool contiguous,
-                     bool has_layer, ffi::Span<const int32_t> plan_classes, int32_t merge_capacity,
-                     int32_t slot_capacity, std::string_view kernels, std::string_view scalars) {
-  AttentionCall call{q,      k,         v,           layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start,
-                     kv_len, mask_bits, mask_indptr, o,     lse,  workspace};
+                     float logits_soft_cap, int32_t window_left, int32_t window_right, bool hnd,
+                     bool contiguous, bool has_layer, ffi::Span<const int32_t> plan_classes,
+                     int32_t merge_capacity, int32_t slot_capacity, std::string_view kernels,
+                     std::string_view scalars) {
+  AttentionCall call{q,         k,       v,      layer,     plan,        kv_indices, kv_offset, q_pos,
+                     block_pos, q_start, kv_len, mask_bits, mask_indptr, o,          lse,       workspace};
   AttentionParams params;
   JAXINFER_RETURN_IF_ERROR(make_params(call,
                                        {.rules = rules,
@@ -103,8 +112,8 @@ ffi::Error attention(int32_t device, cuda::Stream stream, ffi::AnyBuffer q, ffi:
     const cuda::Kernel& merge = loaded->back();
     const int64_t rows = int64_t{merge_capacity} * params.num_qo_heads;  // one warp each
     void* arguments[] = {&params, packed};
-    if (const auto error =
-            cuda::launch(merge, stride_grid(merge, ceil_div(rows, merge.num_threads / 32)), stream, arguments);
+    if (const auto error = cuda::launch(merge, stride_grid(merge, ceil_div(rows, merge.num_threads / 32)),
+                                        stream, arguments);
         !error.empty()) {
       return internal(error);
     }
@@ -112,7 +121,8 @@ ffi::Error attention(int32_t device, cuda::Stream stream, ffi::AnyBuffer q, ffi:
   return ffi::Error::Success();
 }
 
-// k_pages and v_pages arrive twice: as operands and as the results that alias them. Only the results are used.
+// k_pages and v_pages arrive twice: as operands and as the results that alias them. Only the results are
+// used.
 ffi::Error append(int32_t device, cuda::Stream stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer k,
                   ffi::AnyBuffer v, IntBuffer slots, IntBuffer layer, ffi::Result<ffi::AnyBuffer> k_pages,
                   ffi::Result<ffi::AnyBuffer> v_pages, bool hnd, bool has_layer, std::string_view kernels) {
@@ -139,23 +149,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attention_cuda, attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                  .Arg<ffi::AnyBuffer>()                      // q
-                                  .Arg<ffi::AnyBuffer>()                      // k
-                                  .Arg<ffi::AnyBuffer>()                      // v
-                                  .Arg<IntBuffer>()                           // layer
-                                  .Arg<IntBuffer>()                           // plan
-                                  .Arg<IntBuffer>()                           // kv_indices
-                                  .Arg<IntBuffer>()                           // kv_offset
-                                  .Arg<IntBuffer>()                           // q_pos
-                                  .Arg<IntBuffer>()                           // block_pos
-                                  .Arg<IntBuffer>()                           // q_start
-                                  .Arg<IntBuffer>()                           // kv_len
-                                  .Arg<ffi::Buffer<ffi::DataType::U8>>()      // mask_bits
-                                  .Arg<IntBuffer>()                           // mask_indptr
-                                  .RemainingArgs()                            // arrays of a user's variant
-                                  .Ret<ffi::AnyBuffer>()                      // o
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()     // lse
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()     // workspace
+                                  .Arg<ffi::AnyBuffer>()                   // q
+                                  .Arg<ffi::AnyBuffer>()                   // k
+                                  .Arg<ffi::AnyBuffer>()                   // v
+                                  .Arg<IntBuffer>()                        // layer
+                                  .Arg<IntBuffer>()                        // plan
+                                  .Arg<IntBuffer>()                        // kv_indices
+                                  .Arg<IntBuffer>()                        // kv_offset
+                                  .Arg<IntBuffer>()                        // q_pos
+                                  .Arg<IntBuffer>()                        // block_pos
+                                  .Arg<IntBuffer>()                        // q_start
+                                  .Arg<IntBuffer>()                        // kv_len
+                                  .Arg<ffi::Buffer<ffi::DataType::U8>>()   // mask_bits
+                                  .Arg<IntBuffer>()                        // mask_indptr
+                                  .RemainingArgs()                         // arrays of a user's variant
+                                  .Ret<ffi::AnyBuffer>()                   // o
+                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // lse
+                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // workspace
                                   .Attr<int32_t>("rules")
                                   .Attr<float>("sm_scale")
                                   .Attr<float>("logits_soft_cap")

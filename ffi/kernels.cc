@@ -61,13 +61,16 @@ DeviceInfo read_device(int32_t ordinal) {
 std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kernel* kernel, Module* module) {
   if (compiled.smem_bytes > device.max_smem_bytes) {
     return "kernel " + compiled.entry + " needs " + std::to_string(compiled.smem_bytes) +
-           " bytes of shared memory per CTA, " + device.name + " has " + std::to_string(device.max_smem_bytes);
+           " bytes of shared memory per CTA, " + device.name + " has " +
+           std::to_string(device.max_smem_bytes);
   }
   const ScopedContext scope(device.context);
   if (!scope.error().empty()) return scope.error();
   const Api& api = driver().api;
-  *kernel = Kernel{nullptr, device.context, compiled.num_threads, compiled.smem_bytes, device.num_multiprocessors};
-  if (auto error = describe(api.module_load_data(module, compiled.cubin.data()), "cuModuleLoadData"); !error.empty()) {
+  *kernel =
+      Kernel{nullptr, device.context, compiled.num_threads, compiled.smem_bytes, device.num_multiprocessors};
+  if (auto error = describe(api.module_load_data(module, compiled.cubin.data()), "cuModuleLoadData");
+      !error.empty()) {
     return error + " (kernel " + compiled.entry + " for " + device.arch + " on " + device.name + ")";
   }
   if (auto error = describe(api.module_get_function(&kernel->function, *module, compiled.entry.c_str()),
@@ -75,12 +78,14 @@ std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kerne
       !error.empty()) {
     return error;
   }
-  if (auto error = describe(api.func_set_attribute(kernel->function, kMaxDynamicSharedSizeBytes, compiled.smem_bytes),
-                            "cuFuncSetAttribute");
+  if (auto error =
+          describe(api.func_set_attribute(kernel->function, kMaxDynamicSharedSizeBytes, compiled.smem_bytes),
+                   "cuFuncSetAttribute");
       !error.empty()) {
     return error;
   }
-  // With lazy loading the code would otherwise be copied at the first launch, which may be inside a graph capture.
+  // With lazy loading the code would otherwise be copied at the first launch, which may be inside a graph
+  // capture.
   return api.func_load == nullptr ? "" : describe(api.func_load(kernel->function), "cuFuncLoad");
 }
 
@@ -97,7 +102,8 @@ std::string load_kernel(int32_t ordinal, const std::string& spec, Kernel* kernel
   }
   const DeviceInfo& device = device_info(ordinal);
   if (!device.error.empty()) return device.error;
-  if (!loader) return "no compiler is registered: `import jaxinfer` in this process before running the program";
+  if (!loader)
+    return "no compiler is registered: `import jaxinfer` in this process before running the program";
   std::string error;
   const CompiledKernel compiled = loader(spec, device.arch, &error);
   if (!error.empty()) return error;
@@ -141,7 +147,8 @@ std::string load_kernels(int32_t ordinal, std::string_view specs) {
   for (size_t begin = 0; begin < specs.size();) {
     const size_t end = std::min(specs.find('\n', begin), specs.size());
     Kernel kernel{};
-    if (auto error = load_kernel(ordinal, std::string(specs.substr(begin, end - begin)), &kernel); !error.empty()) {
+    if (auto error = load_kernel(ordinal, std::string(specs.substr(begin, end - begin)), &kernel);
+        !error.empty()) {
       return error;
     }
     kernels->push_back(kernel);
@@ -162,10 +169,11 @@ const std::vector<Kernel>* find_kernels(int32_t ordinal, std::string_view specs)
 std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params) {
   const ScopedContext scope(kernel.context);
   if (!scope.error().empty()) return scope.error();
-  return describe(driver().api.launch_kernel(kernel.function, static_cast<unsigned>(num_ctas), 1, 1,
-                                             static_cast<unsigned>(kernel.num_threads), 1, 1,
-                                             static_cast<unsigned>(kernel.smem_bytes), stream, params, nullptr),
-                  "cuLaunchKernel");
+  return describe(
+      driver().api.launch_kernel(kernel.function, static_cast<unsigned>(num_ctas), 1, 1,
+                                 static_cast<unsigned>(kernel.num_threads), 1, 1,
+                                 static_cast<unsigned>(kernel.smem_bytes), stream, params, nullptr),
+      "cuLaunchKernel");
 }
 
 }  // namespace jaxinfer::cuda

@@ -1,5 +1,5 @@
-// Loaded GPU kernels by device and spec. Compiling is a callback's affair (jaxinfer.jit registers one); this file knows
-// neither Python nor XLA.
+// Loaded GPU kernels by device and spec. Compiling is a callback's affair (jaxinfer.jit registers one); this
+// file knows neither Python nor XLA.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,10 @@ struct CompiledKernel {
   int32_t smem_bytes;   // dynamic shared memory per CTA
 };
 
-// Compiles `spec` for `arch` ("sm_90a"); on failure fills `error` and returns what it likes. Called without any lock
-// held and from any thread.
-using Loader = std::function<CompiledKernel(const std::string& spec, const std::string& arch, std::string* error)>;
+// Compiles `spec` for `arch` ("sm_90a"); on failure fills `error` and returns what it likes. Called without
+// any lock held and from any thread.
+using Loader =
+    std::function<CompiledKernel(const std::string& spec, const std::string& arch, std::string* error)>;
 void set_loader(Loader loader);
 
 // A kernel that is ready to be launched on its device.
@@ -46,10 +47,12 @@ struct DeviceInfo {
 };
 const DeviceInfo& device_info(int32_t ordinal);
 
-// Loads the kernels of `specs`, one spec per line, on a device; "" or an error. Cheap when they are loaded already.
+// Loads the kernels of `specs`, one spec per line, on a device; "" or an error. Cheap when they are loaded
+// already.
 std::string load_kernels(int32_t ordinal, std::string_view specs);
 
-// The loaded kernels of `specs`, in the order of the lines, or null when load_kernels has not run. They stay loaded.
+// The loaded kernels of `specs`, in the order of the lines, or null when load_kernels has not run. They stay
+// loaded.
 const std::vector<Kernel>* find_kernels(int32_t ordinal, std::string_view specs);
 
 // Launches on a stream of the kernel's device; never allocates or synchronises. "" or an error.

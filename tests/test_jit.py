@@ -5,9 +5,11 @@ What the kernels compute is tested where the operators are, on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +38,9 @@ TILE_64 = KernelSpec(
     "attention_mma", "bfloat16", head_dim_qk=128, head_dim_vo=128, tile=64, packed=True, rules=1 | 32
 )
 APPEND = KernelSpec("append", "bfloat16")
-ALIBI = "__device__ float logits(float s, const Row& row, const Col& col) const {\n  return s + params.slopes[row.qo_head] * (col.kv_pos - row.q_pos);\n}"
+ALIBI = """__device__ float logits(float s, const Row& row, const Col& col) const {
+  return s + params.slopes[row.qo_head] * (col.kv_pos - row.q_pos);
+}"""
 
 
 @functools.cache
@@ -72,7 +77,7 @@ def _count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-# --- specs ------------------------------------------------------------------------------------------------------
+# --- specs
 
 
 def test_spec_survives_its_string() -> None:
@@ -102,7 +107,7 @@ def test_head_dims_are_padded_up() -> None:
         padded_head_dim(264)
 
 
-# --- rendering --------------------------------------------------------------------------------------------------
+# --- rendering
 
 
 def test_rendered_text_holds_the_spec() -> None:
@@ -131,7 +136,7 @@ def test_functor_is_woven_in() -> None:
     assert "kLogits = true" in text and "kMask = true" not in text
 
 
-# --- NVRTC ------------------------------------------------------------------------------------------------------
+# --- NVRTC
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -217,7 +222,7 @@ def test_old_gpu_is_refused(fresh: Path) -> None:
         registry.load(APPEND.to_json(), "sm_75")
 
 
-# --- the disk cache ---------------------------------------------------------------------------------------------
+# --- the disk cache
 
 
 def test_compiled_once_then_found(compiler: None, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +299,7 @@ def test_hash_depends_on_every_part_and_boundary() -> None:
     assert len(set(keys)) == len(keys)
 
 
-# --- what a GPU call carries ------------------------------------------------------------------------------------
+# --- what a GPU call carries
 
 
 def _export(
@@ -384,7 +389,7 @@ def test_warmup_covers_what_plans_choose() -> None:
     assert sum(KernelSpec.from_json(s).kernel == "merge" for s in specs) == 1
 
 
-# --- rules written by the user ----------------------------------------------------------------------------------
+# --- rules written by the user
 
 
 def test_from_cuda_reads_params_in_order() -> None:
@@ -440,7 +445,48 @@ def test_users_rules_need_a_gpu() -> None:
         jaxinfer.attention(q, k, k, layout, plan, variant=variant)
 
 
-# --- driver -----------------------------------------------------------------------------------------------------
+class AlibiTwin:
+    """ALIBI in Python, and a mask that drops every third KV token."""
+
+    @staticmethod
+    def logits(s: Any, row: Any, col: Any, params: Any) -> Any:
+        return s + params.slopes[row.qo_head] * (col.kv_pos - row.q_pos)
+
+    @staticmethod
+    def mask(row: Any, col: Any, params: Any) -> Any:
+        return col.kv_index % params.keep != 1
+
+
+MASK = (
+    "\n__device__ bool mask(const Row& row, const Col& col) const { return col.kv_index % params.keep != 1; }"
+)
+
+
+def test_reference_runs_the_python_twin() -> None:
+    rng = np.random.default_rng(3)
+    layout = jaxinfer.ragged([0, 3], [0, 9])
+    slopes = np.array([0.5, 0.1, 0.3, 0.2], np.float32)
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4, 16), (9, 2, 16), (9, 2, 16)))
+    variant = jaxinfer.Variant.from_cuda(
+        ALIBI + MASK, {"slopes": slopes, "keep": 3}, twin=AlibiTwin, causal=True
+    )
+    plan = jaxinfer.plan(
+        layout, num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", variant=variant
+    )
+    o = np.asarray(jaxinfer.attention(q, k, v, layout, plan, variant=variant, implementation="reference"))
+    for token in range(3):
+        distance = np.arange(9) - (6 + token)
+        see = (distance <= 0) & (np.arange(9) % 3 != 1)
+        for head in range(4):
+            s = k[:, head // 2].astype(np.float64) @ q[token, head] / 4 + slopes[head] * distance
+            w = np.where(see, np.exp(s), 0.0)
+            np.testing.assert_allclose(o[token, head], w @ v[:, head // 2] / w.sum(), rtol=1e-5, atol=1e-6)
+    alone = dataclasses.replace(variant, functor=dataclasses.replace(variant.functor, twin=None))
+    with pytest.raises(NotImplementedError, match="twin"):
+        jaxinfer.attention(q, k, v, layout, plan, variant=alone, implementation="reference")
+
+
+# --- driver
 
 
 def test_missing_driver_is_told_in_words() -> None:
@@ -481,3 +527,67 @@ def test_selection_of_merge_follows_the_output_hole() -> None:
         rules=32, functor=FunctorSource(text), implementation=None,
     )  # fmt: skip
     assert KernelSpec.from_json(kernels.splitlines()[-1]).functor == FunctorSource(text)
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libcuda.so.1 that only counts."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None or not _has_nvrtc():
+        pytest.skip("needs a C++ compiler and NVRTC")
+    folder = tmp_path_factory.mktemp("driver")
+    source, library = ROOT / "tests/cuda/fake_driver.cc", folder / "libcuda.so.1"
+    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    return folder
+
+
+def _with_fake_driver(
+    folder: Path, code: str, tmp_path: Path, arch: str = "90"
+) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(folder),
+        "FAKE_CUDA_ARCH": arch,
+        cache.ENV_FOLDER: str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+    }
+    return subprocess.run([sys.executable, "-c", code], env=env, timeout=300, capture_output=True, text=True)
+
+
+def test_kernels_are_loaded_once_per_device_from_many_threads(fake_driver: Path, tmp_path: Path) -> None:
+    specs = join([APPEND, KernelSpec("append", "float32")])
+    code = f"""
+import ctypes, threading
+import jaxinfer
+from jaxinfer import _native
+from jaxinfer.jit import info, warmup
+errors = []
+def load(device):
+    try: _native.load_kernels(device, {specs!r})
+    except RuntimeError as error: errors.append(error)
+threads = [threading.Thread(target=load, args=(i % 2,)) for i in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert not errors, errors
+print(ctypes.CDLL("libcuda.so.1").fake_loaded_modules(), warmup.local_archs(), info()["devices"])
+"""
+    done = _with_fake_driver(fake_driver, code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    # An editable installation prints what it builds before.
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith("4 ['sm_90a'] [{'name': 'Fake', 'compute_capability': '9.0'"), done.stdout
+    assert len(list(tmp_path.glob("*.cubin"))) == 2
+
+
+def test_loader_errors_reach_the_caller(fake_driver: Path, tmp_path: Path) -> None:
+    code = f"""
+import jaxinfer
+from jaxinfer import _native
+for device, spec in ((0, {APPEND.to_json()!r}), (0, "nonsense"), (7, {APPEND.to_json()!r})):
+    try: _native.load_kernels(device, spec)
+    except RuntimeError as error: print(error)
+"""
+    lines = _with_fake_driver(fake_driver, code, tmp_path, arch="75").stdout.splitlines()[-3:]
+    assert "need compute capability 8.0" in lines[0]
+    assert "not a kernel spec of this version" in lines[1]
+    assert lines[2].startswith("cuDeviceGet failed: FAKE_ERROR")

@@ -1,6 +1,7 @@
 """The disk cache of compiled kernels: one file per content hash, written atomically, checked when read.
 
-A cache that cannot be read or written costs time, never an error. What goes into the hash is registry.py's choice.
+A cache that cannot be read or written costs time, never an error. What goes into the hash is registry.py's
+choice.
 """
 
 from __future__ import annotations

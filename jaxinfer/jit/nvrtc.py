@@ -65,7 +65,7 @@ def _by_pathfinder() -> list[str]:
 
 
 def _open(path: str) -> Any:
-    # The 13.0 library has no run path and looks its builtins up by name: they must be in the process before it.
+    # The 13.0 library has no run path and looks its builtins up by name: they must be loaded before it.
     for builtins in sorted(glob.glob(os.path.join(os.path.dirname(path) or ".", "libnvrtc-builtins.so.*"))):
         if os.path.dirname(path) and ".alt." not in builtins:
             ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)

@@ -1,6 +1,8 @@
-"""The loader: a kernel's string and an architecture in, its cubin and launch geometry out; each compiled once.
+"""The loader: a kernel's string and an architecture in, its cubin and launch geometry out; each compiled
+once.
 
-Called by the GPU handlers before a program's first execution, from any thread. Driver handles are ffi/kernels.cc's.
+Called by the GPU handlers before a program's first execution, from any thread. Driver handles are
+ffi/kernels.cc's.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def arch_of(compute_capability: str) -> str:
 
 
 def options(arch: str) -> list[str]:
-    """NVRTC options for a kernel. The parameter structs' member functions carry no __device__, hence the third."""
+    """NVRTC options for a kernel. The parameter structs' member functions carry no __device__, hence the
+    third.
+    """
     return [
         f"-arch={arch}",
         "-std=c++17",
@@ -86,8 +90,8 @@ def compile_spec(spec: KernelSpec, arch: str) -> tuple[Rendered, bytes, str]:
 def _build(spec: KernelSpec, device_arch: str) -> tuple[Rendered, bytes]:
     if int("".join(filter(str.isdigit, device_arch))) < MIN_ARCH:
         raise RuntimeError(
-            f"jaxinfer's GPU kernels need compute capability 8.0 (Ampere) or newer, this GPU has {device_arch}. "
-            'Use implementation="reference" here, which runs on every platform.'
+            "jaxinfer's GPU kernels need compute capability 8.0 (Ampere) or newer, "
+            f"this GPU has {device_arch}. Use implementation='reference' here, which runs on every platform."
         )
     compiler = nvrtc()
     arch = best_arch(device_arch)

@@ -1,6 +1,7 @@
 """From a spec to the CUDA text that instantiates one kernel template, with its launch geometry.
 
-The templates are csrc/kernels/*.cuh; which tile is computed how is tiles.py's choice. Nothing is compiled here.
+The templates are csrc/kernels/*.cuh; which tile is computed how is tiles.py's choice. Nothing is compiled
+here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _HOLES = {
     **{
         name: (
             re.compile(rf"\bvoid\s+{name}\s*\("),
-            f"template <int kCount> __device__ void {name}(float (&x)[kCount], int dim, const Row& row{more}) const {{",
+            "template <int kCount> __device__ void "
+            f"{name}(float (&x)[kCount], int dim, const Row& row{more}) const {{",
             f"holes.{name}(x, dim, row{argument});",
         )
         for name, more, argument in (
@@ -195,7 +197,8 @@ def _variant(functor: FunctorSource | None) -> list[str]:
         "struct Variant : BuiltinVariant<Config> {",
         "  using Base = BuiltinVariant<Config>;",
         "  UserHoles holes;",
-        "  __device__ Variant(const AttentionParams& params, const VariantOperands& operands, const Row& row)",
+        "  __device__ Variant(const AttentionParams& params, const VariantOperands& operands,",
+        "                     const Row& row)",
         "      : Base(params, operands, row), holes{operands} {}",
     ]
     for name, (_, signature, body) in _HOLES.items():

@@ -1,6 +1,8 @@
-"""Which kernels a GPU call needs: from the static facts of the call to specs, in the order that the handlers expect.
+"""Which kernels a GPU call needs: from the static facts of the call to specs, in the order that the handlers
+expect.
 
-Choices that depend on the architecture are not made here: a program may be lowered on a machine without a GPU.
+Choices that depend on the architecture are not made here: a program may be lowered on a machine without a
+GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def attention_kernels(
     functor: FunctorSource | None,
     implementation: str | None,
 ) -> str:
-    """The `kernels` attribute of an attention call: one spec per tile class, then the merge's if the plan can merge.
+    """The `kernels` attribute of an attention call: one spec per tile class, then the merge's if the plan can
+    merge.
 
     Args:
       dtype: of q, K and V.
@@ -85,8 +88,8 @@ def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
         )
     if dtype == "float32":
         raise ValueError(
-            f"the plan has tile {tile}, dtype is float32: on a GPU float32 runs on tile 1 alone. Plan with tiles=(1,), "
-            "which is the default when a GPU is JAX's default backend."
+            f"the plan has tile {tile}, dtype is float32: on a GPU float32 runs on tile 1 alone. "
+            "Plan with tiles=(1,), which is the default when a GPU is JAX's default backend."
         )
     if tile not in _MMA_TILES:
         raise NotImplementedError(f"tile {tile} on a GPU; supported: 1 and {_MMA_TILES}")

@@ -28,5 +28,5 @@ using uintptr_t = unsigned long;
 
 @functools.cache
 def headers() -> Mapping[str, str]:
-    """Header text by the name that `#include` uses: "params.h", "plan/format.h", "kernels/*.cuh", "cstdint"."""
+    """Header text by the name that `#include` uses, such as "params.h", "kernels/merge.cuh", "cstdint"."""
     return MappingProxyType({"cstdint": _CSTDINT, **_native.kernel_sources()})

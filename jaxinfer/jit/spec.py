@@ -1,7 +1,7 @@
 """KernelSpec: everything that a kernel is compiled for, except the architecture, and its short string.
 
-The string travels in the custom call, so that a program which was exported or came from a cache can have its kernels
-built in another process. Turning a spec into CUDA text is render.py's business.
+The string travels in the custom call, so that a program which was exported or came from a cache can have its
+kernels built in another process. Turning a spec into CUDA text is render.py's business.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class KernelSpec:
             return KernelSpec(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"not a kernel spec of this version of jaxinfer ({error}); if the program was exported by another "
-                f"version, export it again. The spec: {text[:200]}"
+                f"not a kernel spec of this version of jaxinfer ({error}); if the program was exported by "
+                f"another version, export it again. The spec: {text[:200]}"
             ) from error
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
 """Compiling kernels ahead of the first request: which ones a model needs, and a line of progress for each.
 
-Kernels are compiled when they are first needed anyway; a server that wants its first step fast runs this once.
+Kernels are compiled when they are first needed anyway; a server that wants its first step fast runs this
+once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def local_archs() -> list[str]:
 
 
 def model_kernels(config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16") -> list[str]:
-    """Specs of every kernel that serving a model can ask for: all tiles that a plan may choose for any batch."""
+    """Specs of every kernel that serving a model can ask for: all tiles that plans may choose."""
     from jaxinfer.attention import rules
     from jaxinfer.ffi import RULES
 

@@ -1,5 +1,6 @@
-// Compiled, never run, where a CUDA toolkit or NVIDIA's runtime wheel is installed: our declarations of the driver API
-// (ffi/driver.h) against the real ones. g++ -std=c++17 -fsyntax-only -Iffi -I<folder of cuda.h> tests/cuda/driver_abi.cc
+// Compiled, never run, where a CUDA toolkit or NVIDIA's runtime wheel is installed: our declarations of the
+// driver API (ffi/driver.h) against the real ones. g++ -std=c++17 -fsyntax-only -Iffi -I<folder of cuda.h>
+// tests/cuda/driver_abi.cc
 #include <cuda.h>
 
 #include <type_traits>
