@@ -17,8 +17,8 @@ import pytest
 def shape_checked_modules() -> list[str]:
     """Modules of jaxinfer that annotate arrays with shapes, which is what they import `_typing` for.
 
-    The others are left alone: public functions answer wrong arguments with messages of their own, which must come
-    before a type checker's, and JAX rebuilds pytree classes with leaves that are no arrays.
+    The others are left alone: public functions answer wrong arguments with messages of their own, which must
+    come before a type checker's, and JAX rebuilds pytree classes with leaves that are no arrays.
     """
     root = Path(importlib.util.find_spec("jaxinfer").origin).parent
     using = (path for path in root.rglob("*.py") if "_typing import" in path.read_text())
