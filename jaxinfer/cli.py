@@ -27,7 +27,7 @@ _EXTRAS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; `argv=None` takes the process's arguments."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         status: int = args.run(args)
         sys.stdout.flush()
@@ -54,14 +54,15 @@ def _fail(message: str, status: int = 1) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(
         prog="python -m jaxinfer",
         description="jaxinfer, the attention engine for serving language models from JAX.",
         epilog="Set JAXINFER_TRACEBACK=1 to see where an error came from.",
     )
-    parser.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    top.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     info = commands.add_parser(
         "info",
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.set_defaults(run=_info)
     _add_bench(commands)
-    return parser
+    return top
 
 
 def _examples(*lines: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.models import LlamaConfig
+from jaxinfer.models.params import layer_shapes, model_shapes
 from jaxinfer.rope import FrequencyFactors, Llama3Scaling
 
 
@@ -101,3 +102,25 @@ def greedy(params: Any, config: LlamaConfig, prompt: list[int], max_tokens: int)
         if tokens[-1] in config.eos_ids:
             break
     return tokens[len(prompt) :]
+
+
+def draw_weights(config: LlamaConfig) -> dict[str, Any]:
+    """Numpy weights for a loader's test to write to a file and find again."""
+    rng = np.random.default_rng(0)
+    weights: dict[str, Any] = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in model_shapes(config).items()
+    }
+    weights["layers"] = {
+        name: rng.standard_normal((config.num_layers, *shape)).astype(np.float32)
+        for name, shape in layer_shapes(config).items()
+    }
+    return weights
+
+
+def assert_same_weights(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """Same names and same bits."""
+    assert got.keys() == want.keys() and got["layers"].keys() == want["layers"].keys()
+    for name in want.keys() - {"layers"}:
+        np.testing.assert_array_equal(got[name], want[name])
+    for name in want["layers"]:
+        np.testing.assert_array_equal(got["layers"][name], want["layers"][name])

@@ -161,7 +161,7 @@ def test_forward_wants_one_plan_per_window() -> None:
 
 
 def test_rope_closed_form() -> None:
-    """Head dim 2, position 5: the unit vector turns by 5 radians; the second half-split lane gets the sine."""
+    """Head dim 2, position 5: the unit vector turns by 5 radians, whichever lanes are paired."""
     cos, sin = rope_cos_sin(np.asarray([5], np.int32), rope_frequencies(2, 10000.0))
     np.testing.assert_allclose([cos[0, 0], sin[0, 0]], [0.283662, -0.958924], atol=1e-6)
     for interleaved in (False, True):
@@ -191,7 +191,7 @@ def test_llama3_frequencies_closed_form() -> None:
 
 
 def test_long_positions_are_exact() -> None:
-    """At position 131071 the float32 angle is still right to its own rounding (2**-24 relative, 0.008 rad)."""
+    """At position 131071 the float32 angle is right to its own rounding (2**-24 relative, 0.008 rad)."""
     frequencies = rope_frequencies(64, 500000.0)
     cos, _ = rope_cos_sin(np.asarray([131071], np.int32), frequencies)
     want = np.cos(131071 * frequencies.astype(np.float64))

@@ -118,11 +118,13 @@ void make_tiles(const LayoutView& layout, const PlanRequest& request,
                 std::vector<Tile> (&tiles)[kMaxClasses]) {
   for (auto& list : tiles) list.clear();
   const int32_t last = request.format.num_classes - 1;
+  int32_t tokens_per_tile[kMaxClasses];
+  for (int32_t c = 0; c <= last; ++c) tokens_per_tile[c] = request.tokens_per_tile(c);
   for (int32_t r = 0; r < request.num_rows; ++r) {
     const int32_t q_len = layout.q_len[r];
     int32_t c = 0;
-    while (c < last && q_len > request.tokens_per_tile(c)) ++c;
-    const int32_t step = request.tokens_per_tile(c);
+    while (c < last && q_len > tokens_per_tile[c]) ++c;
+    const int32_t step = tokens_per_tile[c];
     for (int32_t done = 0; done < q_len; done += std::min(step, q_len - done)) {
       const int32_t begin = layout.q_start[r] + done;
       const int32_t num_tokens = std::min(step, q_len - done);

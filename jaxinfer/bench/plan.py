@@ -60,7 +60,7 @@ def _measure(shape: PlanShape, rounds: int) -> list[tuple[str, ...]]:
     timings = interleaved(calls, rounds=rounds)
     tokens = str(built.num_tokens)
     items = str(int(plan.data[5 : 5 + len(plan.spec.classes)].sum()))  # csrc/plan/format.h: kHeaderNumItems
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, t in timings.items():
         quartiles = f"{1e6 * t.low:.1f}-{1e6 * t.high:.1f}"
         rows.append((shape.name, name, f"{1e6 * t.median:.1f}", quartiles, tokens, items))
@@ -106,7 +106,7 @@ def _planner_call(plan: jaxinfer.Plan, layout: BlockSparse) -> Callable[[], None
     arrays: list[Any] = [getattr(layout, name) for name in names]
 
     def call() -> None:
-        planner(*arrays, None, out)
+        planner(*arrays, num_pages=None, out=out)
 
     call()
     if not np.array_equal(out, plan.data):

@@ -184,7 +184,7 @@ class Generator:
         batch = self._scheduler.next_batch()
         if batch is None:
             return []
-        args = self.step_args(batch)
+        args = self._step_args(batch)
         next_tokens, *pools = self._steps[batch.kind](*args)
         self._pools = (pools[0], pools[1])
         self.num_steps[batch.kind] += 1
@@ -219,12 +219,13 @@ class Generator:
             done.append(Completion(tuple(event.token for event in events[i]), text, reason))
         return done
 
-    def lower(self, kind: StepKind, batch: Batch) -> jax.stages.Lowered:
-        """The lowered step for a batch, for looking at the compiled program; counts as a trace."""
-        lowered: jax.stages.Lowered = self._steps[kind].lower(*self.step_args(batch))
+    def lower(self, kind: StepKind) -> jax.stages.Lowered:
+        """The lowered step, for looking at its compiled program; counts as a trace and a plan."""
+        args = self._step_args(self._scheduler.pack(kind, {}))
+        lowered: jax.stages.Lowered = self._steps[kind].lower(*args)
         return lowered
 
-    def step_args(self, batch: Batch) -> tuple[Any, ...]:
+    def _step_args(self, batch: Batch) -> tuple[Any, ...]:
         """Operands of the step: weights, pools, layout, plans, tokens, last token of each row, sampling
         rules.
         """

@@ -7,7 +7,7 @@ Plain Python and numpy; nothing here knows the model, the layout classes or JAX.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -149,14 +149,31 @@ class Scheduler:
         if not self._running:
             return None
         kind: StepKind = "decode" if all(r.num_pending == 1 for r in self._running) else "mixed"
-        budget = len(self.rows) if kind == "decode" else self.chunk_tokens
         counts: dict[int, int] = {r.id: 1 for r in self._running if r.num_pending == 1}
-        left = budget - len(counts)
+        left = self.chunk_tokens - len(counts)
         for request in self._running:
             if request.id not in counts:
                 counts[request.id] = min(left, request.num_pending)
                 left -= counts[request.id]
-        return self._pack(kind, budget, counts)
+        return self.pack(kind, counts)
+
+    def pack(self, kind: StepKind, counts: Mapping[int, int]) -> Batch:
+        """The batch in which each running request computes `counts[request.id]` tokens, absent ones none."""
+        rows = len(self.rows)
+        num_tokens = rows if kind == "decode" else self.chunk_tokens
+        tokens, kv_len = np.zeros(num_tokens, np.int32), np.zeros(rows, np.int32)
+        qo_indptr, last = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        requests = []
+        at = 0
+        for row, request in enumerate(self.rows):
+            count = counts.get(request.id, 0) if request is not None else 0
+            if request is not None and count:
+                tokens[at : at + count] = request.pending(count)
+                at += count
+                kv_len[row], last[row] = request.num_cached + count, at - 1
+                requests.append((row, request, count))
+            qo_indptr[row + 1] = at
+        return Batch(kind, tokens, self._table.copy(), kv_len, qo_indptr, last, requests)
 
     def complete(self, batch: Batch, next_tokens: npt.NDArray[np.int32]) -> list[Request]:
         """Records a computed step; `next_tokens [max_batch]`. Returns the requests that got a token.
@@ -198,19 +215,3 @@ class Scheduler:
         self._running.remove(request)
         self.pool.give_back(request.pages)
         request.pages = []
-
-    def _pack(self, kind: StepKind, num_tokens: int, counts: dict[int, int]) -> Batch:
-        rows = len(self.rows)
-        tokens, kv_len = np.zeros(num_tokens, np.int32), np.zeros(rows, np.int32)
-        qo_indptr, last = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
-        requests = []
-        at = 0
-        for row, request in enumerate(self.rows):
-            count = counts.get(request.id, 0) if request is not None else 0
-            if request is not None and count:
-                tokens[at : at + count] = request.pending(count)
-                at += count
-                kv_len[row], last[row] = request.num_cached + count, at - 1
-                requests.append((row, request, count))
-            qo_indptr[row + 1] = at
-        return Batch(kind, tokens, self._table.copy(), kv_len, qo_indptr, last, requests)

@@ -1,0 +1,56 @@
+# Types of the compiled module. What its parts do is written in ffi/ and csrc/.
+from typing import Any
+
+import numpy as np
+
+_Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+def registrations() -> dict[str, dict[str, Any]]: ...
+def cpu_isa() -> str: ...
+def choose_num_queues(num_ctas: int, heads: int) -> int: ...
+
+class Planner:
+    def __init__(
+        self,
+        *,
+        classes: list[tuple[int, bool, int, int]],  # tile, packed, num_queues, num_ctas
+        num_tokens: int,
+        num_rows: int,
+        num_layouts: int,
+        kv_capacity: int,
+        page_size: int,
+        contiguous: bool,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        element_size: int,
+        causal: bool,
+        window_left: int | None,
+        window_right: int | None,
+        runs: bool,
+        batch_invariant: bool,
+        split_tokens: int,
+        costs: list[tuple[int, int, int, int, int]] | None = None,  # fixed, alpha, beta, floor, weight
+    ) -> None: ...
+    def __call__(
+        self,
+        q_start: _Ints,
+        q_len: _Ints,
+        kv_start: _Ints,
+        kv_indices: _Ints,
+        kv_len: _Ints,
+        kv_offset: _Ints,
+        q_pos: _Ints,
+        block_pos: _Ints | None,
+        num_pages: int | None,
+        out: _Ints,
+    ) -> None: ...
+    @property
+    def num_words(self) -> int: ...
+    @property
+    def merge_capacity(self) -> int: ...
+    @property
+    def slot_capacity(self) -> int: ...
+    @property
+    def item_capacity(self) -> tuple[int, ...]: ...

@@ -1,0 +1,223 @@
+"""How well plans balance, and what each schedule promises: load bound, cuts, order inside a queue, classes.
+
+Loads are counted from the packed items; expected totals come from the lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from plan_executor import ClassView
+from plan_layouts import GROUP_SIZES, Setting, paged_layout, random_layout, random_setting
+
+import jaxinfer
+from jaxinfer import BlockSparse, Variant, _native
+
+
+def decode_layout(kv_len: Any) -> BlockSparse:
+    rng = np.random.default_rng(0)
+    return paged_layout(rng, np.arange(len(kv_len) + 1), kv_len, 16, len(kv_len))
+
+
+def loads(cls: ClassView, costs: tuple[int, int, int, int, int]) -> np.ndarray[Any, Any]:
+    fixed, alpha, beta = costs[:3]
+    out = np.zeros(len(cls.queue_indptr) - 1, np.int64)
+    for q in range(len(out)):
+        work = [i for i in cls.queue(q) if i["bsr_row"] >= 0]
+        out[q] = sum(fixed + alpha * int(i["flags"]) + beta * int(i["kv_end"] - i["kv_begin"]) for i in work)
+    return out
+
+
+def tiles_of(cls: ClassView) -> dict[tuple[int, int], tuple[int, int]]:
+    """Per (row, first token): tokens and KV tokens of the tile, from its pieces."""
+    out: dict[tuple[int, int], tuple[int, int]] = {}
+    for i in cls.used:
+        if i["bsr_row"] >= 0:
+            key = (int(i["bsr_row"]), int(i["token_begin"]))
+            before = out.get(key, (0, 0))[1]
+            out[key] = (int(i["flags"]), before + int(i["kv_end"] - i["kv_begin"]))
+    return out
+
+
+def test_load_bound_and_number_of_cuts() -> None:
+    cut = 0
+    for seed in range(400):
+        rng = np.random.default_rng(1000 + seed)
+        group_size = int(rng.choice(GROUP_SIZES))
+        layout = random_layout(rng, group_size)
+        setting = dataclasses.replace(
+            random_setting(rng, group_size, layout.num_layouts), batch_invariant=False
+        )
+        fixed, alpha, beta, floor, _ = setting.costs
+        view = setting.view(layout)
+        for cls in view.classes:
+            tiles = tiles_of(cls)
+            if not tiles:
+                continue
+            queue = loads(cls, setting.costs)
+            # One class uses all queues; of two, a class uses a prefix of its queues.
+            used = len(queue) if len(view.classes) == 1 else int(np.flatnonzero(queue)[-1]) + 1
+            own = max(fixed + alpha * tokens for tokens, _ in tiles.values())
+            total = sum(fixed + alpha * tokens + beta * kv for tokens, kv in tiles.values())
+            quota = -(-total // used) + own
+            assert queue.max() <= quota + 1.5 * beta * floor + own
+            cuts = sum(int(i["bsr_row"] >= 0) for i in cls.used) - len(tiles)
+            assert cuts <= used
+            cut += cuts
+    assert cut > 100
+
+
+def skewed_lengths(batch: int, mean: int) -> np.ndarray[Any, Any]:
+    """Zipf lengths (1.5) scaled to a mean, between 16 and 32768."""
+    rng = np.random.default_rng(1)
+    z = rng.zipf(1.5, batch * 8).astype(float)
+    z = z[z < 1000][:batch]
+    return np.minimum(np.maximum(16, (z / z.mean() * mean).astype(int)), 32768)
+
+
+BALANCE = Setting(4, 8, ((16, True, 33, 264),), costs=(0, 0, 1, 128, 1))
+
+
+def imbalance(kv_len: Any, setting: Setting = BALANCE) -> float:
+    queue = loads(setting.view(decode_layout(kv_len)).classes[0], (0, 0, 1, 0, 0))
+    assert queue.sum() == np.sum(kv_len)
+    return float(queue.max() / queue.mean())
+
+
+@pytest.mark.parametrize(("batch", "mean", "most"), [(16, 1024, 1.05), (64, 2048, 1.03), (128, 1024, 1.02)])
+def test_skewed_batches_are_balanced(batch: int, mean: int, most: float) -> None:
+    assert imbalance(skewed_lengths(batch, mean)) <= most
+
+
+@pytest.mark.parametrize("kv_len", [2048, 8192])
+def test_equal_lengths_are_balanced_for_every_batch_size(kv_len: int) -> None:
+    worst = max(imbalance(np.full(batch, kv_len)) for batch in range(33, 257))
+    assert worst <= 1.05
+
+
+def test_runs_are_contiguous_and_balanced() -> None:
+    setting = dataclasses.replace(BALANCE, runs=True, costs=(96, 0, 1, 128, 1))
+    for kv_len in (skewed_lengths(64, 2048), np.full(40, 4096)):
+        cls = setting.view(decode_layout(kv_len)).classes[0]
+        assert loads(cls, setting.costs).max() <= 1.1 * loads(cls, setting.costs).mean()
+        at = [(int(i["bsr_row"]), int(i["kv_begin"])) for i in cls.used]
+        assert at == sorted(at)
+
+
+def test_causal_prefill_is_balanced_by_clipped_ranges() -> None:
+    layout = paged_layout(np.random.default_rng(0), [0, 4096], [4096], 16, 4096)
+    setting = Setting(4, 8, ((128, True, 33, 132),), Variant(causal=True), costs=(0, 0, 1, 256, 1))
+    queue = loads(setting.view(layout).classes[0], setting.costs)
+    assert queue.max() <= 1.03 * queue.mean()
+
+
+@pytest.mark.parametrize(
+    ("num_ctas", "heads", "queues"),
+    [
+        (264, 8, 33),
+        (132, 8, 33),
+        (32, 8, 4),
+        (32, 1, 32),
+        (32, 32, 1),
+        (32, 3, 32),
+        (264, 7, 37),
+        (1, 5, 1),
+        (7, 2, 7),
+    ],
+)
+def test_number_of_queues(num_ctas: int, heads: int, queues: int) -> None:
+    assert _native.choose_num_queues(num_ctas, heads) == queues
+
+
+def test_number_of_queues_is_the_smallest_that_fills_its_last_round() -> None:
+    for num_ctas in (1, 2, 3, 7, 32, 100, 132, 264, 296):
+        for heads in range(1, 130):
+            fits = [q for q in range(1, num_ctas + 1) if (-q * heads % num_ctas) / num_ctas <= 0.02]
+            assert _native.choose_num_queues(num_ctas, heads) == fits[0]
+
+
+def test_two_classes_share_the_queues_by_their_costs() -> None:
+    """Decode and prefill side by side: each class's time on its queues ends near the common end."""
+    q_len = np.concatenate([np.ones(64, int), [4096]])
+    qo = np.concatenate([[0], np.cumsum(q_len)])
+    kv_len = np.concatenate([np.full(64, 16384), [4096]])
+    layout = paged_layout(np.random.default_rng(0), qo, kv_len, 16, int(qo[-1]))
+    costs = (0, 0, 1, 128, 1)
+    setting = Setting(4, 8, ((16, True, 33, 264), (128, True, 33, 264)), Variant(causal=True), costs)
+    view = setting.view(layout)
+    queue = [loads(cls, costs) for cls in view.classes]
+    used = [np.count_nonzero(x) for x in queue]
+    assert all(1 < u < 33 for u in used) and 33 <= sum(used) <= 34
+    assert all((x[u:] == 0).all() for x, u in zip(queue, used, strict=True))
+    assert max(x.max() for x in queue) <= 1.1 * min(x.max() for x in queue)
+
+
+def test_a_class_alone_uses_all_its_queues() -> None:
+    setting = Setting(4, 8, ((16, True, 33, 264), (128, True, 33, 132)), costs=(0, 0, 1, 128, 1))
+    queue = loads(setting.view(decode_layout(np.full(64, 4096))).classes[0], setting.costs)
+    assert np.count_nonzero(queue) == 33
+
+
+def test_rows_go_to_the_first_class_that_holds_them() -> None:
+    q_len = [1, 4, 5, 32, 33, 100]
+    qo = np.concatenate([[0], np.cumsum(q_len)])
+    layout = paged_layout(np.random.default_rng(0), qo, [64] * 6, 16, int(qo[-1]))
+    view = Setting(4, 1, ((16, True, 2, 2), (128, True, 2, 2))).view(layout)
+    rows = [sorted({int(i["bsr_row"]) for i in cls.used}) for cls in view.classes]
+    assert rows == [[0, 1], [2, 3, 4, 5]]
+    assert sorted(int(i["flags"]) for i in view.classes[1].used if i["bsr_row"] == 5) == [4, 32, 32, 32]
+
+
+def test_an_unpacked_class_holds_as_many_tokens_as_rows() -> None:
+    layout = paged_layout(np.random.default_rng(0), [0, 300], [300], 16, 300)
+    view = Setting(4, 1, ((128, False, 2, 2),)).view(layout)
+    assert {int(i["flags"]) for i in view.items()} == {128, 44}
+
+
+def section_setting(num_kv_heads: int = 1) -> Setting:
+    return Setting(1, num_kv_heads, ((128, True, 1, 1),), Variant(causal=True), costs=(0, 0, 1, 1024, 1))
+
+
+def test_compute_bound_queues_go_section_by_section() -> None:
+    """K and V of a section stay below 16 MB: rows of 40000 tokens x 2 x 16 x 4 bytes are 5.1 MB each."""
+    layout = paged_layout(np.random.default_rng(0), np.arange(8) * 256, [40_000] * 7, 16, 7 * 256)
+    items = section_setting().view(layout).classes[0].queue(0)
+    section = items["bsr_row"] // 3
+    assert (np.diff(section) >= 0).all()
+    for s in range(3):
+        length = (items["kv_end"] - items["kv_begin"])[section == s]
+        assert (np.diff(length) <= 0).all()
+
+
+def test_memory_bound_queues_start_with_the_longest() -> None:
+    view = Setting(1, 1, ((16, True, 3, 3),), costs=(0, 0, 1, 1024, 1)).view(
+        decode_layout([100, 900, 900, 50, 20, 10])
+    )
+    for q in range(3):
+        length = [int(i["kv_end"] - i["kv_begin"]) for i in view.classes[0].queue(q)]
+        assert length == sorted(length, reverse=True)
+
+
+def plan_tiles(q_len: list[int], **kwargs: Any) -> tuple[int, ...]:
+    qo = np.concatenate([[0], np.cumsum(q_len)])
+    layout = jaxinfer.ragged(qo, np.arange(len(q_len) + 1))
+    return tuple(c.tile for c in jaxinfer.plan(layout, **kwargs).spec.classes)
+
+
+def test_tiles_come_from_capacities() -> None:
+    llama = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    assert plan_tiles([1] * 8, **llama) == (16,)
+    assert plan_tiles([512], **llama) == (128,)
+    assert plan_tiles([1, 1, 512], **llama) == (16, 128)
+    assert plan_tiles([1, 1, 512], **{**llama, "head_dim": 256}) == (16, 64)
+    assert plan_tiles([4, 4], **llama) == (16, 32)
+    assert plan_tiles([1], num_qo_heads=71, num_kv_heads=1, head_dim=64) == (128,)
+    # With batch_invariant the batch must not decide.
+    invariant = [plan_tiles(q, **llama, batch_invariant=True) for q in ([1], [1, 1, 512], [4096])]
+    assert set(invariant) == {(16, 128)}
+    # Tile 1 is never chosen on a CPU.
+    assert 1 not in plan_tiles([1] * 4, **llama, dtype="float32")
+    assert plan_tiles([1] * 4, **llama, tiles=(1,)) == (1,)
