@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     )
     info.set_defaults(run=_info)
     _add_bench(commands)
+    _add_warmup(commands)
     return top
 
 
@@ -206,6 +207,36 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     decode.set_defaults(run=_bench_decode)
 
 
+def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "warmup",
+        help="compile a model's GPU kernels into the cache ahead of the first request",
+        description="Compiles the attention kernels that serving a model can need. Otherwise they are "
+        "compiled when first needed, about a second each. Needs NVRTC; a GPU only without --arch.",
+        epilog=_examples(
+            "warmup --heads 32/8 --head-dim 128", "warmup --heads 32/8 --window 4096 --arch sm_90a"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--heads", type=_heads, required=True, metavar="QO/KV", help="query and KV heads")
+    parser.add_argument(
+        "--head-dim", type=_positive, default=128, metavar="D", help="head dimension (default 128)"
+    )
+    parser.add_argument(
+        "--window",
+        type=_positive,
+        nargs="*",
+        default=(),
+        metavar="N",
+        help="layers also attend to N tokens only",
+    )
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument(
+        "--arch", nargs="+", metavar="SM", help="architectures (default: this machine's GPUs)"
+    )
+    parser.set_defaults(run=_warmup)
+
+
 def _positive(text: str) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
@@ -234,6 +265,7 @@ def _info(args: argparse.Namespace) -> int:
 
     from jaxinfer import _native
     from jaxinfer.ffi import TARGETS
+    from jaxinfer.jit import info as gpu_info
     from jaxinfer.models.download import cache_folder
 
     rows = [("jaxinfer", __version__), ("Python", f"{platform.python_version()} ({sys.executable})")]
@@ -241,8 +273,26 @@ def _info(args: argparse.Namespace) -> int:
     rows.append(("devices", ", ".join(f"{d} ({d.device_kind})" for d in jax.devices())))
     rows += [(f"FFI targets, {name}", ", ".join(sorted(targets))) for name, targets in TARGETS.items()]
     rows += [("CPU instructions", _native.cpu_isa()), ("cache folder", str(cache_folder()))]
+    gpu = gpu_info()
+    rows.append(("NVIDIA driver", gpu["driver"].get("error") or f"CUDA {gpu['driver']['version']}"))
+    rows += [("GPU", f"{d['name']}, compute capability {d['compute_capability']}") for d in gpu["devices"]]
+    nvrtc = gpu["nvrtc"]
+    rows.append(("NVRTC", "not found" if "error" in nvrtc else f"{nvrtc['version']} ({nvrtc['path']})"))
+    kernels = gpu["cache"]
+    rows.append(("GPU kernels", f"{kernels['kernels']} compiled in {kernels['folder']}"))
     for label, value in rows:
-        print(f"{label + ':':<18}{value}")
+        print(f"{label + ':':<19}{value}")
+    return 0
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    from jaxinfer import Variant
+    from jaxinfer.jit.warmup import AttentionHeads, model_kernels, warmup
+
+    windows = dict.fromkeys((None, *(n - 1 for n in args.window)))  # N tokens reach back N - 1 positions
+    variants = [Variant(causal=True, window_left=window) for window in windows]
+    heads = AttentionHeads(*args.heads, args.head_dim)
+    warmup(model_kernels(heads, variants, args.dtype), args.arch)
     return 0
 
 

@@ -7,7 +7,7 @@ out=${OUT:-$(mktemp -d)}
 site=${SITE:-$out.site}  # where the package is installed; not into the source tree
 python=${PYTHON:-python3}
 export PYTHONPATH=$site XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONDONTWRITEBYTECODE=1
-export JAXINFER_CACHE_DIR=${JAXINFER_CACHE_DIR:-$site.kernels}
+export JAXINFER_CACHE=${JAXINFER_CACHE:-$site.cache}
 mkdir -p "$out" "$site"
 steps=("$@")
 [ ${#steps[@]} -eq 0 ] && steps=(build info kernels jit tests suite sanitize bench)

@@ -28,7 +28,7 @@ def test_module_runs_as_a_program():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["info"], ["bench"], ["bench", "plan"], ["bench", "decode"]]
+    "command", [[], ["generate"], ["info"], ["bench"], ["bench", "plan"], ["bench", "decode"], ["warmup"]]
 )
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_:

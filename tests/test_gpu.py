@@ -284,7 +284,7 @@ def test_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
         "arrays = [jnp.asarray(a, jnp.bfloat16) for a in np.load(folder + '/arrays.npz').values()]\n"
         "np.save(folder + '/out.npy', np.asarray(program.call(*arrays)))\n"
     )
-    env = {**os.environ, "JAXINFER_CACHE_DIR": str(tmp_path / "kernels")}
+    env = {**os.environ, "JAXINFER_CACHE": str(tmp_path)}
     subprocess.run([sys.executable, "-P", "-c", code], check=True, env=env, timeout=300)
     assert np.load(tmp_path / "out.npy").tobytes() == np.asarray(jax.jit(call)(*arrays)).tobytes()
     assert len(list((tmp_path / "kernels").glob("*.cubin"))) >= 1

@@ -176,7 +176,8 @@ def from_cuda(
     functor = FunctorSource(source, tuple(pointers), tuple(scalars))
     if not holes(functor):
         raise ValueError(
-            "source fills no hole; it must define `float logits(float s, const Row& row, const Col& col) const`, "
+            "source fills no hole; it must define "
+            "`float logits(float s, const Row& row, const Col& col) const`, "
             "`bool mask(const Row& row, const Col& col) const`, or query, key, value, output"
         )
     return Variant(functor=Functor(functor, tuple(values), twin), operands=tuple(arrays), **rules)

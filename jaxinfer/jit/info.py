@@ -14,8 +14,9 @@ from .nvrtc import NvrtcNotFoundError, nvrtc
 def info() -> dict[str, Any]:
     """Driver, devices, NVRTC and cache as plain values; a thing that is missing is told by an "error".
 
-    Returns: "driver": {"version"} or {"error"}; "devices": list of {"name", "arch", "multiprocessors"};
-    "nvrtc": {"path", "version"} or {"error"}; "cache": {"folder", "kernels", "writable"}.
+    Returns:
+      "driver": {"version"} or {"error"}; "devices": [{"name", "compute_capability", "multiprocessors"}];
+      "nvrtc": {"path", "version"} or {"error"}; "cache": {"folder", "kernels", "writable"}.
     """
     folder = cache.folder()
     existing = next((f for f in (folder, *folder.parents) if f.exists()), folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from jaxinfer import _native
@@ -28,6 +29,15 @@ class Heads(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The least that `model_kernels` reads, without a model."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 def local_archs() -> list[str]:
