@@ -88,7 +88,8 @@ def _check(case: Case, **options: Any) -> None:
         empty = np.isneginf(expected_lse)
         assert (np.isneginf(lse) == empty).all()
         assert not o[empty].any()
-        assert (np.abs(lse - expected_lse)[~empty] < 2e-3 + 1e-6 * np.abs(expected_lse)[~empty]).all()
+        got, want = lse[~empty], expected_lse[~empty]
+        assert (np.abs(got - want) < 2e-3 + 1e-6 * np.abs(want)).all()
 
 
 def _cases(seed: int, number: int, **options: Any) -> list[Case]:
@@ -244,7 +245,9 @@ def test_append(kv_layout: str, dtype: str, layer: int | None) -> None:
 def test_loop_of_appends_and_attentions_gives_the_same_bits() -> None:
     """Inside a loop XLA captures the calls as a command buffer; appended pools are updated in place."""
     case = _long_case([64, 200], [1, 1], "bfloat16")
-    plan = jaxinfer.plan(case.layout, num_qo_heads=8, num_kv_heads=2, head_dim=128, variant=case.variant)
+    plan = jaxinfer.plan(
+        case.layout, num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", variant=case.variant
+    )
     slots = case.layout.slots()
     rows = np.random.default_rng(9).normal(size=(2, 2, 128)).astype(jnp.bfloat16)
 
@@ -266,7 +269,9 @@ def test_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
     """With an empty kernel cache: all that is needed travels in the program."""
     pytest.importorskip("flatbuffers")
     case = _long_case([64, 200], [1, 1], "bfloat16")
-    plan = jaxinfer.plan(case.layout, num_qo_heads=8, num_kv_heads=2, head_dim=128, variant=case.variant)
+    plan = jaxinfer.plan(
+        case.layout, num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", variant=case.variant
+    )
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return jaxinfer.attention(q, k, v, case.layout, plan, variant=case.variant).astype(jnp.float32)
@@ -338,7 +343,7 @@ def test_compile_error_of_the_user_reaches_them() -> None:
 
 def test_empty_batches() -> None:
     layout = jaxinfer.paged([0, 0, 0], [0, 0, 0], [0, 0], [0, 0], 4, num_tokens=6)
-    plan = jaxinfer.plan(layout, num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    plan = jaxinfer.plan(layout, num_qo_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     pool = jnp.full((2, 4, 2, 64), jnp.nan, jnp.bfloat16)
     state = jaxinfer.attention(
         jnp.full((6, 4, 64), jnp.nan, jnp.bfloat16), pool, pool, layout, plan, return_lse=True
