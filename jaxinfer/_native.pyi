@@ -33,19 +33,8 @@ class Planner:
         split_tokens: int,
         costs: list[tuple[int, int, int, int, int]] | None = None,  # fixed, alpha, beta, floor, weight
     ) -> None: ...
-    def __call__(
-        self,
-        q_start: _Ints,
-        q_len: _Ints,
-        kv_start: _Ints,
-        kv_indices: _Ints,
-        kv_len: _Ints,
-        kv_offset: _Ints,
-        q_pos: _Ints,
-        block_pos: _Ints | None,
-        num_pages: int | None,
-        out: _Ints,
-    ) -> None: ...
+    # q_start, q_len, kv_start, kv_indices, kv_len, kv_offset, q_pos, block_pos (None: absent)
+    def __call__(self, *layout: _Ints | None, num_pages: int | None, out: _Ints) -> None: ...
     @property
     def num_words(self) -> int: ...
     @property

@@ -175,7 +175,7 @@ def plan(
     if num_pages is not None:
         num_pages = positive("num_pages", num_pages) if num_pages != 0 else 0
     data = np.empty(spec.num_words, np.int32)
-    planner(*arrays, num_pages, data)
+    planner(*arrays, num_pages=num_pages, out=data)
     return Plan(data, spec)
 
 

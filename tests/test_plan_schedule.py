@@ -23,12 +23,16 @@ def decode_layout(kv_len: Any) -> BlockSparse:
 
 
 def loads(cls: ClassView, costs: tuple[int, int, int, int, int]) -> np.ndarray[Any, Any]:
+    """Cost of each queue's items, int64 [num_queues]."""
     fixed, alpha, beta = costs[:3]
-    out = np.zeros(len(cls.queue_indptr) - 1, np.int64)
-    for q in range(len(out)):
-        work = [i for i in cls.queue(q) if i["bsr_row"] >= 0]
-        out[q] = sum(fixed + alpha * int(i["flags"]) + beta * int(i["kv_end"] - i["kv_begin"]) for i in work)
-    return out
+    used = cls.used
+    kv_tokens = used["kv_end"].astype(np.int64) - used["kv_begin"]
+    spent = fixed + alpha * used["flags"].astype(np.int64) + beta * kv_tokens
+    cost = np.where(used["bsr_row"] >= 0, spent, 0)
+        used["bsr_row"] >= 0, fixed + alpha * used["flags"].astype(np.int64) + beta * kv_tokens, 0
+    )
+    before = np.concatenate([[0], np.cumsum(cost)])
+    return np.asarray(np.diff(before[cls.queue_indptr]))
 
 
 def tiles_of(cls: ClassView) -> dict[tuple[int, int], tuple[int, int]]:
