@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from . import reference
-from .ffi import attention_attributes, make_primitive
+from .ffi import attention_attributes, bind, make_primitive
 from .layout import BlockSparse
 from .plan import Plan
 from .state import AttentionState
@@ -115,7 +115,8 @@ def _bind(
     no_ints = np.zeros(0, np.int32)
     masked = variant.mask_bits is not None
     spec = plan.spec
-    o, lse, _ = attention_p.bind(
+    o, lse, _ = bind(
+        attention_p,
         q,
         k,
         v,
