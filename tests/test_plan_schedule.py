@@ -29,8 +29,6 @@ def loads(cls: ClassView, costs: tuple[int, int, int, int, int]) -> np.ndarray[A
     kv_tokens = used["kv_end"].astype(np.int64) - used["kv_begin"]
     spent = fixed + alpha * used["flags"].astype(np.int64) + beta * kv_tokens
     cost = np.where(used["bsr_row"] >= 0, spent, 0)
-        used["bsr_row"] >= 0, fixed + alpha * used["flags"].astype(np.int64) + beta * kv_tokens, 0
-    )
     before = np.concatenate([[0], np.cumsum(cost)])
     return np.asarray(np.diff(before[cls.queue_indptr]))
 
