@@ -217,6 +217,10 @@ def test_tiles_come_from_capacities() -> None:
     assert plan_tiles([1, 1, 512], **{**llama, "head_dim": 256}) == (16, 64)
     assert plan_tiles([4, 4], **llama) == (16, 32)
     assert plan_tiles([1], num_qo_heads=71, num_kv_heads=1, head_dim=64) == (128,)
+    # A prefix that 16 requests share fits one tile of 64 rows, so that it is read once.
+    prefix, suffix = jaxinfer.ragged([0, 16], [0, 9]), jaxinfer.ragged(np.arange(17), np.arange(17))
+    shared = jaxinfer.plan(jaxinfer.compose(prefix, suffix), **llama).spec
+    assert tuple(c.tile for c in shared.classes) == (16, 64)
     # With batch_invariant the batch must not decide.
     invariant = [plan_tiles(q, **llama, batch_invariant=True) for q in ([1], [1, 1, 512], [4096])]
     assert set(invariant) == {(16, 128)}
