@@ -162,7 +162,7 @@ void bind_plan(nb::module_& m) {
       .def("__call__", &Planner::plan, nb::arg("q_start").noconvert(), nb::arg("q_len").noconvert(),
            nb::arg("kv_start").noconvert(), nb::arg("kv_indices").noconvert(), nb::arg("kv_len").noconvert(),
            nb::arg("kv_offset").noconvert(), nb::arg("q_pos").noconvert(), nb::arg("block_pos").none(),
-           nb::arg("num_pages").none(), nb::arg("out").noconvert())
+           nb::kw_only(), nb::arg("num_pages").none(), nb::arg("out").noconvert())
       .def_prop_ro("num_words", [](const Planner& p) { return p.format().num_words; })
       .def_prop_ro("merge_capacity", [](const Planner& p) { return p.format().merge_capacity; })
       .def_prop_ro("slot_capacity", [](const Planner& p) { return p.format().slot_capacity; })

@@ -1,4 +1,5 @@
 # Types of the compiled module. What its parts do is written in ffi/ and csrc/.
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,10 @@ _Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 def registrations() -> dict[str, dict[str, Any]]: ...
 def cpu_isa() -> str: ...
+def set_kernel_loader(loader: Callable[[str, str], tuple[bytes, str, int, int]]) -> None: ...
+def kernel_sources() -> dict[str, str]: ...
+def driver_info() -> dict[str, Any]: ...
+def load_kernels(device: int, specs: str) -> None: ...
 def choose_num_queues(num_ctas: int, heads: int) -> int: ...
 
 class Planner:
@@ -33,19 +38,8 @@ class Planner:
         split_tokens: int,
         costs: list[tuple[int, int, int, int, int]] | None = None,  # fixed, alpha, beta, floor, weight
     ) -> None: ...
-    def __call__(
-        self,
-        q_start: _Ints,
-        q_len: _Ints,
-        kv_start: _Ints,
-        kv_indices: _Ints,
-        kv_len: _Ints,
-        kv_offset: _Ints,
-        q_pos: _Ints,
-        block_pos: _Ints | None,
-        num_pages: int | None,
-        out: _Ints,
-    ) -> None: ...
+    # q_start, q_len, kv_start, kv_indices, kv_len, kv_offset, q_pos, block_pos (None: absent)
+    def __call__(self, *layout: _Ints | None, num_pages: int | None, out: _Ints) -> None: ...
     @property
     def num_words(self) -> int: ...
     @property

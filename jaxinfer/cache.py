@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _args
 from .attention import DTYPES, check_kv_layout, check_layer, num_heads, page_shape
-from .ffi import append_attributes, append_kernel_attributes, make_primitive
+from .ffi import append_attributes, append_kernel_attributes, bind, make_primitive
 
 
 def append_kv(
@@ -85,7 +85,8 @@ def append_kv(
             raise ValueError(
                 f"slots holds slot {twice[0]} more than once; every token needs a slot of its own"
             )
-    k_out, v_out = append_p.bind(
+    k_out, v_out = bind(
+        append_p,
         k_pages,
         v_pages,
         k,

@@ -291,8 +291,8 @@ def _warmup(args: argparse.Namespace) -> int:
 
     windows = dict.fromkeys((None, *(n - 1 for n in args.window)))  # N tokens reach back N - 1 positions
     variants = [Variant(causal=True, window_left=window) for window in windows]
-    heads = AttentionHeads(*args.heads, args.head_dim)
-    warmup(model_kernels(heads, variants, args.dtype), args.arch)
+    qo, kv = args.heads
+    warmup(model_kernels(AttentionHeads(qo, kv, args.head_dim), variants, args.dtype), args.arch)
     return 0
 
 

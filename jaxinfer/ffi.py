@@ -118,6 +118,23 @@ def append_kernel_attributes(avals: Sequence[Any], **params: Any) -> Attributes:
     return {"kernels": append_kernels(dtype=str(avals[0].dtype))}
 
 
+def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
+    """`primitive.bind` with operands that all vary over the same manual mesh axes.
+
+    Inside `jax.shard_map` the results take the axes of q or of the pools, but they vary over an axis as soon as any
+    operand does: queries that are equal on every device over KV tokens that are not, a fresh pool, a plan per device.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    axes: frozenset[Any] = frozenset().union(*varying)
+    return primitive.bind(  # type: ignore[no-any-return]
+        *(
+            jax.lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
+            for x, own in zip(operands, varying, strict=True)
+        ),
+        **params,
+    )
+
+
 def make_primitive(
     target: str,
     abstract_eval: Callable[..., Sequence[Any]],

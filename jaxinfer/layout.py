@@ -61,25 +61,25 @@ class BlockSparse:
         tokens than query tokens, and where the page id is negative or its slot exceeds int32. Contiguous:
         index of the KV token.
         """
-        xp: Any = np if all_host(*_leaves(self)) else jnp
-        n, rows = self.num_tokens, self.num_rows
-        if n == 0 or rows == 0 or (not self.contiguous and self.kv_indices.shape[0] == 0):
+        xp, a = _together(self)
+        n, rows = a.num_tokens, a.num_rows
+        if n == 0 or rows == 0 or (not a.contiguous and a.kv_indices.shape[0] == 0):
             return xp.full(n, -1, np.int32)  # type: ignore[no-any-return]
-        row = last_row(self)
+        row = last_row(a)
         r = xp.maximum(row, 0)
-        j = self.kv_len[r] - self.q_len[r] + xp.arange(n, dtype=np.int32) - self.q_start[r]
+        j = a.kv_len[r] - a.q_len[r] + xp.arange(n, dtype=np.int32) - a.q_start[r]
         ok = (row >= 0) & (j >= 0)
         j = xp.maximum(j, 0)
-        if self.contiguous:
-            slot = self.kv_start[r] + j
+        if a.contiguous:
+            slot = a.kv_start[r] + j
         else:
-            capacity = self.kv_indices.shape[0]
-            at = self.kv_start[r] + j // self.page_size
-            page = self.kv_indices[xp.clip(at, 0, capacity - 1)]
-            offset = j % self.page_size
+            capacity = a.kv_indices.shape[0]
+            at = a.kv_start[r] + j // a.page_size
+            page = a.kv_indices[xp.clip(at, 0, capacity - 1)]
+            offset = j % a.page_size
             # Garbage ids are legal until they are used; their product must not wrap into a valid slot.
-            ok &= (at >= 0) & (at < capacity) & (page >= 0) & (page <= (INT32_MAX - offset) // self.page_size)
-            slot = xp.where(ok, page, 0) * np.int32(self.page_size) + offset
+            ok &= (at >= 0) & (at < capacity) & (page >= 0) & (page <= (INT32_MAX - offset) // a.page_size)
+            slot = xp.where(ok, page, 0) * np.int32(a.page_size) + offset
         return xp.where(ok, slot, -1).astype(np.int32)  # type: ignore[no-any-return]
 
 
@@ -289,6 +289,7 @@ def compose(*layouts: BlockSparse) -> BlockSparse:
         if a.block_pos is not None:
             raise ValueError(f"layout {i} has block_pos; such layouts cannot be composed")
     xp: Any = np if all(all_host(*_leaves(a)) for a in layouts) else jnp
+    layouts = tuple(_as(xp, a) for a in layouts)
     n = first.num_tokens
     before: Any = xp.zeros(n, np.int32)
     q_pos: Any = xp.zeros(n, np.int32)
@@ -328,7 +329,7 @@ def check(layout: BlockSparse, num_pages: int) -> Array:
     too. Works on the host and inside jit. Contiguous layouts list no blocks: 0.
     """
     num_pages = _args.static_int("num_pages", num_pages)
-    xp: Any = np if all_host(*_leaves(layout)) else jnp
+    xp, layout = _together(layout)
     if layout.contiguous:
         return xp.zeros((), np.int32)  # type: ignore[no-any-return]
     capacity = layout.kv_indices.shape[0]
@@ -343,7 +344,7 @@ def check(layout: BlockSparse, num_pages: int) -> Array:
 def last_row(layout: BlockSparse) -> Array:
     """The last BSR row that covers each token, int32 [num_tokens]; -1 for padding. Works inside jit."""
     n, rows = layout.num_tokens, layout.num_rows
-    xp: Any = np if all_host(layout.q_start, layout.q_len) else jnp
+    xp, layout = _together(layout)
     if n == 0 or rows == 0:
         return xp.full(n, -1, np.int32)  # type: ignore[no-any-return]
     if xp is np:
@@ -365,6 +366,19 @@ def last_row(layout: BlockSparse) -> Array:
 
 def _leaves(layout: BlockSparse) -> list[Any]:
     return [getattr(layout, name) for name in _DATA]
+
+
+def _as(xp: Any, layout: BlockSparse) -> BlockSparse:
+    leaves, tree = jax.tree.flatten(layout)
+    out: BlockSparse = jax.tree.unflatten(tree, [xp.asarray(x) for x in leaves])
+    return out
+
+
+def _together(layout: BlockSparse) -> tuple[Any, BlockSparse]:
+    """numpy, or jax.numpy as soon as one leaf needs it, and the layout with all leaves there: a host array
+    cannot be indexed by a traced one."""
+    xp: Any = np if all_host(*_leaves(layout)) else jnp
+    return xp, _as(xp, layout)
 
 
 def _same_rows(name: str, ptr: Array, rows: int) -> None:

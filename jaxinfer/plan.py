@@ -175,7 +175,7 @@ def plan(
     if num_pages is not None:
         num_pages = positive("num_pages", num_pages) if num_pages != 0 else 0
     data = np.empty(spec.num_words, np.int32)
-    planner(*arrays, num_pages, data)
+    planner(*arrays, num_pages=num_pages, out=data)
     return Plan(data, spec)
 
 
@@ -250,7 +250,7 @@ def _static_plan(
         raise NotImplementedError("a custom mask with a composed layout; supported: layouts of one level")
     if tiles is None:
         tiles = choose_tiles(
-            None if batch_invariant else (num_tokens, num_rows),
+            None if batch_invariant else (num_tokens, num_rows, num_layouts),
             group_size,
             dtype_name,
             head_dim_qk,
@@ -312,7 +312,7 @@ def _static_plan(
 
 
 def choose_tiles(
-    capacity: tuple[int, int] | None,
+    capacity: tuple[int, int, int] | None,
     group_size: int,
     dtype: str,
     head_dim_qk: int,
@@ -322,7 +322,8 @@ def choose_tiles(
     """Tiles from what is static: a small class for single tokens, a large one where a row can have more.
 
     Args:
-      capacity: (num_tokens, num_rows); None leaves it out, as batch_invariant must: the rest is the model's.
+      capacity: (num_tokens, num_rows, num_layouts); None leaves it out, as batch_invariant must: the rest is
+        the model's.
       group_size, dtype, head_dim_qk, head_dim_vo: of the model.
       on_gpu: float32 has CUDA-core kernels only there, which means tile 1.
     """
@@ -332,11 +333,12 @@ def choose_tiles(
     # A tile keeps its output in registers: 128 rows of more than 128 columns do not fit.
     large = max(small, 64 if max(head_dim_qk, head_dim_vo) > 128 else 128)
     if capacity is not None:
-        num_tokens, num_rows = capacity
-        if num_tokens <= num_rows:
+        num_tokens, num_rows, num_layouts = capacity
+        # The most tokens of a row: what is left when every other row has one; all, where rows share tokens (a
+        # common prefix is read once for all tokens that fit one tile).
+        most = num_tokens if num_layouts > 1 else num_tokens - num_rows + 1
+        if most <= 1:
             return (small,)
-        # A row has at most this many tokens beyond one for each other row; without others it has nearly all.
-        most = num_tokens - num_rows + 1
         large = next((t for t in (16, 32, 64) if t // group_size >= most and t >= small), large)
         if num_rows <= 1:
             return (large,)

@@ -191,6 +191,8 @@ def append_kv(
     def write(pool: Array, rows: Array) -> jax.Array:
         if pool.dtype != rows.dtype:
             raise ValueError(f"the pool is {pool.dtype}, the new rows are {rows.dtype}")
+        if rows.size == 0:
+            return jnp.asarray(pool)
         rows = jnp.asarray(rows)
 
         # One slice at a time: a scatter of bfloat16 makes XLA's CPU backend convert the whole pool.

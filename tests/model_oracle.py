@@ -6,10 +6,37 @@ import math
 from typing import Any
 
 import numpy as np
+from tokenizers import pre_tokenizers
 
 from jaxinfer.models import LlamaConfig
 from jaxinfer.models.params import layer_shapes, model_shapes
 from jaxinfer.rope import FrequencyFactors, Llama3Scaling
+
+SPECIALS = ["<|begin|>", "<|end|>"]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "    {% if m.role == 'bad' %}{{ raise_exception('no bad roles') }}{% endif %}\n"
+    "{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}\n"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def tokenizer_metadata(**changes: Any) -> dict[str, Any]:
+    """A byte-level tokenizer as GGUF files hold it: two control tokens, all bytes, the merges; 264 tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIALS, *alphabet, *(merge.replace(" ", "") for merge in MERGES)]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(tokens) - 2)],
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    return {key: value for key, value in (fields | changes).items() if value is not None}
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:

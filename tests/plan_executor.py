@@ -189,38 +189,3 @@ def execute(
     assert (slot_writes[: view.num_slots] == 1).all() and not slot_writes[view.num_slots :].any()
     assert (reads == slot_writes).all(), "slots are not read as often as they are written"
     return o, lse
-
-
-def dense(
-    layout: BlockSparse,
-    q: np.ndarray[Any, Any],
-    k: np.ndarray[Any, Any],
-    v: np.ndarray[Any, Any],
-    variant: Variant,
-    sm_scale: float,
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The same results without a plan: for every token, one softmax over all rows that cover it."""
-    num_tokens, num_qo_heads, _ = q.shape
-    group = num_qo_heads // k.shape[-2]
-    o = np.zeros((num_tokens, num_qo_heads, v.shape[-1]))
-    lse = np.full((num_tokens, num_qo_heads), -np.inf)
-    for t in range(num_tokens):
-        keys, values = [], []
-        for row in np.flatnonzero((layout.q_start <= t) & (t < layout.q_start + layout.q_len)):
-            index = np.arange(layout.kv_len[row])
-            index = index[visible(variant, np.int64(layout.q_pos[t]), positions(layout, int(row), index))]
-            start = layout.kv_start[row]
-            if layout.contiguous:
-                at: Any = start + index
-            else:
-                at = (layout.kv_indices[start + index // layout.page_size], index % layout.page_size)
-            keys.append(k[at])
-            values.append(v[at])
-        if not keys or not sum(x.shape[0] for x in keys):
-            continue
-        all_k = np.repeat(np.concatenate(keys).astype(np.float64), group, axis=1)
-        all_v = np.repeat(np.concatenate(values).astype(np.float64), group, axis=1)
-        s = np.einsum("hd,jhd->hj", q[t].astype(np.float64), all_k) * sm_scale
-        lse[t] = np.logaddexp.reduce(s, axis=1)
-        o[t] = np.einsum("hj,jhd->hd", np.exp(s - lse[t][:, None]), all_v)
-    return o, lse

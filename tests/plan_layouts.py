@@ -71,8 +71,8 @@ class Setting:
             layout.kv_offset,
             layout.q_pos,
             layout.block_pos,
-            num_pages,
-            data,
+            num_pages=num_pages,
+            out=data,
         )
         return data
 

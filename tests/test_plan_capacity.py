@@ -115,8 +115,8 @@ def test_nothing_is_written_behind_the_array() -> None:
             layout.kv_offset,
             layout.q_pos,
             layout.block_pos,
-            None,
-            buffer[32:-32],
+            num_pages=None,
+            out=buffer[32:-32],
         )
         assert (buffer[:32] == 0x7EADBEEF).all() and (buffer[-32:] == 0x7EADBEEF).all()
 

@@ -23,12 +23,14 @@ def decode_layout(kv_len: Any) -> BlockSparse:
 
 
 def loads(cls: ClassView, costs: tuple[int, int, int, int, int]) -> np.ndarray[Any, Any]:
+    """Cost of each queue's items, int64 [num_queues]."""
     fixed, alpha, beta = costs[:3]
-    out = np.zeros(len(cls.queue_indptr) - 1, np.int64)
-    for q in range(len(out)):
-        work = [i for i in cls.queue(q) if i["bsr_row"] >= 0]
-        out[q] = sum(fixed + alpha * int(i["flags"]) + beta * int(i["kv_end"] - i["kv_begin"]) for i in work)
-    return out
+    used = cls.used
+    kv_tokens = used["kv_end"].astype(np.int64) - used["kv_begin"]
+    spent = fixed + alpha * used["flags"].astype(np.int64) + beta * kv_tokens
+    cost = np.where(used["bsr_row"] >= 0, spent, 0)
+    before = np.concatenate([[0], np.cumsum(cost)])
+    return np.asarray(np.diff(before[cls.queue_indptr]))
 
 
 def tiles_of(cls: ClassView) -> dict[tuple[int, int], tuple[int, int]]:
@@ -215,6 +217,10 @@ def test_tiles_come_from_capacities() -> None:
     assert plan_tiles([1, 1, 512], **{**llama, "head_dim": 256}) == (16, 64)
     assert plan_tiles([4, 4], **llama) == (16, 32)
     assert plan_tiles([1], num_qo_heads=71, num_kv_heads=1, head_dim=64) == (128,)
+    # A prefix that 16 requests share fits one tile of 64 rows, so that it is read once.
+    prefix, suffix = jaxinfer.ragged([0, 16], [0, 9]), jaxinfer.ragged(np.arange(17), np.arange(17))
+    shared = jaxinfer.plan(jaxinfer.compose(prefix, suffix), **llama).spec
+    assert tuple(c.tile for c in shared.classes) == (16, 64)
     # With batch_invariant the batch must not decide.
     invariant = [plan_tiles(q, **llama, batch_invariant=True) for q in ([1], [1, 1, 512], [4096])]
     assert set(invariant) == {(16, 128)}

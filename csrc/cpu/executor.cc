@@ -1,11 +1,13 @@
 // Deals the work of a plan to tasks and picks the instruction set. No arithmetic on values happens here.
 #include "cpu/executor.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <thread>
 
 #include "cpu/kernels.h"
 
@@ -106,6 +108,39 @@ int64_t total_work(const AttentionParams& p) {
   return pairs * p.num_qo_heads * (p.head_dim_qk + p.head_dim_vo);
 }
 
+// Tasks [begin, end) of one class.
+struct TaskRange {
+  int64_t begin;
+  int64_t end;
+  int32_t heads;  // of the class
+  int32_t heads_per_task;
+  int32_t chunks;    // tasks of one queue
+  bool queue_major;  // tasks of a queue follow one another; else tasks of a head do
+};
+
+// KV heads that one task of a memory-bound class takes together. Where heads of a token are neighbours in
+// memory, a kilobyte or more in one piece lets the hardware stream it: 1.2 to 1.5 times the speed of 256-byte
+// pieces that are 768 bytes apart. Not at the price of idle threads.
+int32_t heads_per_task(const AttentionParams& p, int32_t num_queues, int32_t heads) {
+  static const int64_t min_tasks = 4 * int64_t{std::max(1u, std::thread::hardware_concurrency())};
+  if (p.k_strides.head != p.head_dim_qk || p.v_strides.head != p.head_dim_vo) return 1;
+  const int64_t row_bytes = int64_t{p.head_dim_qk} * (p.dtype == DType::kF32 ? 4 : 2);
+  const int64_t by_size = div_up(1024, row_bytes);
+  const int64_t by_tasks = heads / std::min<int64_t>(heads, div_up(min_tasks, num_queues));
+  return static_cast<int32_t>(std::min({by_size, by_tasks, int64_t{heads}}));
+}
+
+TaskRange make_tasks(const AttentionParams& p, const ClassFormat& cls, int64_t begin) {
+  TaskRange range;
+  range.heads = cls.packed ? p.num_kv_heads : p.num_qo_heads;
+  range.queue_major = cls.tile <= 64 || (cls.tile == 128 && cls.tokens_per_tile(p.group_size()) == 1);
+  range.heads_per_task = range.queue_major && cls.packed ? heads_per_task(p, cls.num_queues, range.heads) : 1;
+  range.chunks = static_cast<int32_t>(div_up(range.heads, range.heads_per_task));
+  range.begin = begin;
+  range.end = begin + int64_t{cls.num_queues} * range.chunks;
+  return range;
+}
+
 }  // namespace
 
 const char* isa_name(Isa isa) {
@@ -131,27 +166,28 @@ void attention(const AttentionParams& p, const ParallelFor& parallel_for) {
     code.write_empty(p, 0, p.num_tokens);
     return;
   }
-  // One task is one worker: a queue and a head. Workers that a GPU's CTA would run in turn do not depend on
-  // one another.
-  int64_t first_task[kMaxClasses + 1] = {0};
+  // One task is a queue with some of its heads. What a GPU's CTA would run in turn does not depend on one
+  // another.
+  TaskRange ranges[kMaxClasses];
+  int64_t num_tasks = 0;
   for (int32_t c = 0; c < p.format.num_classes; ++c) {
-    const ClassFormat& cls = p.format.classes[c];
-    first_task[c + 1] =
-        first_task[c] + int64_t{cls.num_queues} * (cls.packed ? p.num_kv_heads : p.num_qo_heads);
+    ranges[c] = make_tasks(p, p.format.classes[c], num_tasks);
+    num_tasks = ranges[c].end;
   }
-  const int64_t num_tasks = first_task[p.format.num_classes];
   const int64_t scratch_size = scratch_floats(p);
   const auto task = [&](int64_t i) {
-    const int32_t c = i < first_task[1] ? 0 : 1;
+    const int32_t c = i < ranges[0].end ? 0 : 1;
     const ClassFormat& cls = p.format.classes[c];
-    const int32_t heads = cls.packed ? p.num_kv_heads : p.num_qo_heads;
-    const int32_t worker = static_cast<int32_t>(i - first_task[c]);
-    const bool memory_bound = cls.tile <= 64 || (cls.tile == 128 && cls.tokens_per_tile(p.group_size()) == 1);
-    const int32_t queue = memory_bound ? worker / heads : worker % cls.num_queues;
-    const int32_t head = memory_bound ? worker % heads : worker / cls.num_queues;
+    const TaskRange& range = ranges[c];
+    const int32_t worker = static_cast<int32_t>(i - range.begin);
+    const int32_t queue = range.queue_major ? worker / range.chunks : worker % cls.num_queues;
+    const int32_t chunk = range.queue_major ? worker % range.chunks : worker / cls.num_queues;
     const int32_t* indptr = p.plan + cls.queue_indptr;
     if (indptr[queue] == indptr[queue + 1]) return;
-    code.run_queue(p, c, queue, head, thread_scratch(scratch_size));
+    const int32_t head = chunk * range.heads_per_task;
+    const int32_t head_end =
+        head + range.heads_per_task < range.heads ? head + range.heads_per_task : range.heads;
+    code.run_queue(p, c, queue, head, head_end, thread_scratch(scratch_size));
   };
   const bool little = total_work(p) < kMinParallelWork;
   if (little) {

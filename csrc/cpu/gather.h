@@ -9,12 +9,20 @@
 
 namespace jaxinfer::cpu::JAXINFER_ISA {
 
+// What columns that are not present are read as.
+alignas(64) static const float kZeroRow[kMaxHeadDim] = {};
+
+template <class Storage>
+JAXINFER_INLINE const Storage* zero_row() {
+  return reinterpret_cast<const Storage*>(kZeroRow);
+}
+
 // One block of a BSR row's list, restricted to an item's range.
 template <class Storage>
 struct KvBlock {
   int64_t begin;               // index of column 0 in the row's list, a multiple of kBlockKV
   uint64_t present;            // columns inside the item's range whose page lies in the pool
-  const Storage* k[kBlockKV];  // set for present columns only
+  const Storage* k[kBlockKV];  // rows of present columns; other columns are zero rows
   const Storage* v[kBlockKV];
   int64_t pos[kBlockKV];  // positions, set for present columns and only where block positions are given
 };
@@ -34,6 +42,7 @@ struct KvSource {
     const AttentionParams& p = *params;
     block->begin = begin;
     block->present = 0;
+    if (begin < kv_begin || begin + kBlockKV > kv_end) clear(block);
     const int64_t first = begin > kv_begin ? begin : kv_begin;
     const int64_t last = begin + kBlockKV < kv_end ? begin + kBlockKV : kv_end;
     int64_t entry = table_begin + first / p.page_size;
@@ -43,7 +52,7 @@ struct KvSource {
       const int64_t run_end = last - j < left ? last : j + left;
       const int64_t page = page_of(entry);
       if (page < 0) {
-        j = run_end;
+        for (; j < run_end; ++j) block->k[j - begin] = block->v[j - begin] = zero_row<Storage>();
         continue;
       }
       const Storage* k_row = k + page * p.k_strides.page + offset * p.k_strides.token;
@@ -61,6 +70,10 @@ struct KvSource {
   }
 
  private:
+  static void clear(KvBlock<Storage>* block) {
+    for (int32_t c = 0; c < kBlockKV; ++c) block->k[c] = block->v[c] = zero_row<Storage>();
+  }
+
   // The page of one entry of the row's list, -1 if it does not lie in the pool: such columns are masked, not
   // read.
   JAXINFER_INLINE int64_t page_of(int64_t entry) const {

@@ -20,9 +20,6 @@ constexpr int32_t kMaxRows = 192;
 
 constexpr int32_t kMaxHeadDim = 256;
 
-// Rows of the register-blocked kernels, at most.
-constexpr int32_t kMaxRowGroup = 4;
-
 // Row strides of scratch arrays are multiples of the widest vector.
 constexpr int32_t padded(int32_t head_dim) {
   return (head_dim + 15) / 16 * 16;
@@ -35,10 +32,10 @@ inline int64_t scratch_floats(const AttentionParams& params) {
 }
 
 struct Kernels {
-  // Runs the items of one queue for one head of the class; `scratch` holds scratch_floats(params), aligned to
-  // 64 bytes.
-  void (*run_queue)(const AttentionParams& params, int32_t class_index, int32_t queue, int32_t head,
-                    float* scratch);
+  // Runs the items of one queue for heads [head_begin, head_end) of the class; `scratch` holds
+  // scratch_floats(params), aligned to 64 bytes.
+  void (*run_queue)(const AttentionParams& params, int32_t class_index, int32_t queue, int32_t head_begin,
+                    int32_t head_end, float* scratch);
   // Merges entries [begin, end) of the merge list into o and lse.
   void (*merge)(const AttentionParams& params, int32_t begin, int32_t end);
   // Writes the empty state (o = 0, lse = -inf) for tokens [begin, end) and all heads.

@@ -20,10 +20,18 @@ JAXINFER_INLINE float softmax_row(const Logits& logits, uint64_t visible, int32_
                                   float* s, float* m, float* l) {
   const Vec masked = splat(-INFINITY);
   Vec row_max = masked;
-  for (int32_t c = begin; c < end; c += kWidth) {
-    const Vec x = select(lanes(visible, c), logits(load(s + c)), masked);
-    store(s + c, x);
-    row_max = max(row_max, x);
+  if (visible == ~uint64_t{0}) {
+    for (int32_t c = 0; c < kBlockKV; c += kWidth) {
+      const Vec x = logits(load(s + c));
+      store(s + c, x);
+      row_max = max(row_max, x);
+    }
+  } else {
+    for (int32_t c = begin; c < end; c += kWidth) {
+      const Vec x = select(lanes(visible, c), logits(load(s + c)), masked);
+      store(s + c, x);
+      row_max = max(row_max, x);
+    }
   }
   const float old_max = *m;
   const float block_max = reduce_max(row_max);

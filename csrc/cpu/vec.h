@@ -262,9 +262,12 @@ JAXINFER_INLINE Vec load_bf16(const uint16_t* p) {
 // out[i] = sum of the lanes of the i-th vector, i < 4; always the same order of additions.
 JAXINFER_INLINE void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
 #if JAXINFER_VEC_WIDTH > 4
-  const __m256 ab = _mm256_hadd_ps(fold(a), fold(b));
-  const __m256 cd = _mm256_hadd_ps(fold(c), fold(d));
-  const __m256 abcd = _mm256_hadd_ps(ab, cd);
+  const __m256 fa = fold(a), fb = fold(b), fc = fold(c), fd = fold(d);
+  // Half the shuffles that three horizontal additions would be split into.
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(fa, fb), _mm256_unpackhi_ps(fa, fb));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(fc, fd), _mm256_unpackhi_ps(fc, fd));
+  const __m256 abcd = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, _MM_SHUFFLE(1, 0, 1, 0)),
+                                    _mm256_shuffle_ps(ab, cd, _MM_SHUFFLE(3, 2, 3, 2)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 #else
   const Vec vectors[4] = {a, b, c, d};

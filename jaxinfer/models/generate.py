@@ -18,7 +18,7 @@ import numpy as np
 import jaxinfer
 from jaxinfer.models.llama import forward, logits, make_plans, new_pools
 from jaxinfer.models.model import Model
-from jaxinfer.models.params import Params
+from jaxinfer.models.params import Params, check_dtype
 from jaxinfer.models.sampling import Sampling, SamplingRows, sample
 from jaxinfer.models.scheduler import Batch, FinishReason, Request, Scheduler, StepKind
 from jaxinfer.models.tokenizer import TextStream
@@ -72,8 +72,9 @@ class Generator:
         implementation: str | None = None,
     ) -> None:
         config = model.config
-        if page_size < 1:
-            raise ValueError(f"page_size: got {page_size}, expected at least 1")
+        for name, value in (("page_size", page_size), ("max_batch", max_batch)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, expected at least 1")
         if num_pages is None:
             num_pages = max_batch * -(-min(config.max_position, 1024) // page_size)
         most = min(config.max_position, num_pages * page_size)
@@ -87,7 +88,7 @@ class Generator:
         self.num_traces: dict[StepKind, int] = {"mixed": 0, "decode": 0}
         self.num_steps: dict[StepKind, int] = {"mixed": 0, "decode": 0}
         self.num_plans = 0
-        self._dtype = model.dtype if dtype is None else np.dtype(dtype)
+        self._dtype = model.dtype if dtype is None else check_dtype(dtype)
         cast = self._dtype != model.dtype
         self._params = jax.tree.map(lambda x: x.astype(self._dtype), model.params) if cast else model.params
         self._implementation = implementation

@@ -92,7 +92,10 @@ def _passes(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     rank = jnp.where(bits >= sign, ~bits, bits | sign)  # unsigned integers in the order of the floats
     kept = rank >= _reach(rank, jnp.ones_like(scaled), jnp.asarray(rows.top_k))[:, None]
     mass = jnp.where(kept, jax.nn.softmax(scaled, axis=-1), 0.0)
-    return kept & (rank >= _reach(rank, mass, jnp.asarray(rows.top_p) * jnp.sum(mass, axis=-1))[:, None])
+    top_p = jnp.asarray(rows.top_p)
+    nucleus = rank >= _reach(rank, mass, top_p * jnp.sum(mass, axis=-1))[:, None]
+    # At 1 the rounded sum is reached before the tail is: tokens too unlikely to change it must stay possible.
+    return kept & (nucleus | (top_p >= 1)[:, None])
 
 
 def _reach(rank: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
