@@ -160,11 +160,14 @@ def make_primitive(
     primitive.def_impl(lambda *args, **params: xla.apply_primitive(primitive, *args, **params))
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        for name in ("functor", "implementation"):
+        gpu_only = {
+            "functor": "rules written as CUDA text need a GPU kernel",
+            "implementation": f"implementation={params.get('implementation')!r} is a GPU kernel",
+        }
+        for name, why in gpu_only.items():
             if params.get(name) is not None:
-                raise NotImplementedError(
-                    f"{target}: {name} needs a GPU, lowering for {ctx.module_context.platforms}. {instead}"
-                )
+                platforms = "/".join(ctx.module_context.platforms)
+                raise NotImplementedError(f"{target}: {why}; this program is for {platforms}. {instead}")
         rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases or {}))
         return rule(ctx, *operands, **attributes(**params))
 
