@@ -132,10 +132,11 @@ class MmaAttention {
     const int token = item().token_begin + rows_.token(i);
     return Row{item().bsr_row, token, __ldg(params_.q_pos + token), rows_.qo_head(i), rows_.kv_head()};
   }
-  // Tile row of this thread's fragment row r.
-  JAXINFER_DEVICE int tile_row(int r) const {
-    return (warp_ * kFragments + (r >> 1)) * 16 + (lane_ >> 2) + (r & 1) * 8;
+  // Tile row of the fragment row r of the thread `lane`.
+  JAXINFER_DEVICE int tile_row(int r, int lane) const {
+    return (warp_ * kFragments + (r >> 1)) * 16 + (lane >> 2) + (r & 1) * 8;
   }
+  JAXINFER_DEVICE int tile_row(int r) const { return tile_row(r, lane_); }
 
   // Rows beyond the item's and chunks beyond the true head dim become zeros.
   JAXINFER_DEVICE void load_query() {
@@ -192,18 +193,17 @@ class MmaAttention {
 
   // One KV block: scores, weights, and their sum of values.
   JAXINFER_DEVICE void attend(int begin) {
-    const uint64_t present = ring_.present(stage_);
     if constexpr (Variant::kKey) {
-      transform<Config::kHeadDimQk / 8, true>(begin, ring_.k_tile(stage_), params_.head_dim_qk / 8, present);
+      transform<Config::kHeadDimQk / 8, true>(begin, ring_.k_tile(stage_), params_.head_dim_qk / 8);
     }
     if constexpr (Variant::kValue) {
-      transform<Config::kHeadDimVo / 8, false>(begin, ring_.v_tile(stage_), params_.head_dim_vo / 8,
-                                               present);
+      transform<Config::kHeadDimVo / 8, false>(begin, ring_.v_tile(stage_), params_.head_dim_vo / 8);
     }
     if constexpr (Variant::kKey || Variant::kValue) stream_barrier();
 
     float s[kFragments][kColumns][4];
     multiply_qk<Config>(query_, k_rows_, ring_.k_tile(stage_), s);
+    const uint64_t present = ring_.present(stage_);
     if constexpr (kRowHoles || !Variant::kSoftmax) {
       apply_holes(begin, present, s);
     } else if (needs_mask(begin, present)) {
@@ -268,11 +268,13 @@ class MmaAttention {
   // as weights.
   JAXINFER_DEVICE void apply_holes(int begin, uint64_t present,
                                    float (&s)[kFragments][kColumns][4]) {
-    const int first = 2 * (lane_ & 3);
     const bool masked = Variant::kMask || needs_mask(begin, present);
+    // With 32 rows per warp there is no room to keep the rows' facts from block to block.
+    const int lane = kFragments > 1 ? fresh_thread_index() & 31 : lane_;
+    const int first = 2 * (lane_ & 3);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int i = min(tile_row(r), rows_.num_rows() - 1);  // idle rows copy a real one; their results are not read
+      const int i = min(tile_row(r, lane), rows_.num_rows() - 1);  // idle rows copy a real one; their results are not read
       const Row row = make_row(i);
       const Variant variant(params_, operands_, row);
       const Visible range = kPositions ? visible()[i] : Visible{};
@@ -302,8 +304,8 @@ class MmaAttention {
 
   // Changes the rows of a K or V tile in place, by the threads of the stream.
   template <int kChunks, bool kIsKey>
-  JAXINFER_DEVICE void transform(int begin, uint32_t tile,
-                                 int chunks, uint64_t present) {
+  JAXINFER_DEVICE void transform(int begin, uint32_t tile, int chunks) {
+    const uint64_t present = ring_.present(stage_);
     const Row row = make_row(0);
     const Variant variant(params_, operands_, row);
     for (int i = warp_ * 32 + lane_; i < Config::kBlockKV * kChunks; i += 32 * Config::kWarpsM) {

@@ -116,27 +116,30 @@ class KvRing {
 
   // Reads the page id of this lane's row of the next block: early, because the copies of that block wait for it.
   JAXINFER_DEVICE void look_up() {
-    page_ = -1;
-    if (begin_ < 0 || lane_ >= Shape::kRowsPerWarp) return;
-    const Item& item = cursor_.state().item;
-    if (lane_index() >= item.kv_end) return;
-    if constexpr (Config::kContiguous) {
-      const int64_t token = int64_t{item.table_begin} + lane_index();
-      page_ = token < params_.num_pages ? token : -1;
-    } else {
-      const int64_t entry = int64_t{item.table_begin} + cta_.page_size.divide(lane_index());
+    if constexpr (!Config::kContiguous) {
+      page_ = -1;
+      if (!lane_has_row()) return;
+      const int64_t entry = int64_t{cursor_.state().item.table_begin} + cta_.page_size.divide(lane_index());
       if (entry < params_.kv_indices_capacity) page_ = __ldg(params_.kv_indices + entry);
     }
   }
 
+  JAXINFER_DEVICE bool lane_has_row() const {
+    return begin_ >= 0 && lane_ < Shape::kRowsPerWarp && lane_index() < cursor_.state().item.kv_end;
+  }
+
   JAXINFER_DEVICE void copy(int stage) {
     // Each lane knows one row; the others get its place by shuffles, so that no address is computed twice.
-    const bool in_pool = page_ >= 0 && page_ < params_.num_pages;
+    int64_t page = page_;
+    if constexpr (Config::kContiguous) {
+      page = lane_has_row() ? int64_t{cursor_.state().item.table_begin} + lane_index() : -1;
+    }
+    const bool in_pool = page >= 0 && page < params_.num_pages;
     int64_t k_row = 0;
     int64_t v_row = 0;
     if (in_pool) {
-      k_row = state_.k_head + int64_t{page_} * params_.k_strides.page;
-      v_row = state_.v_head + int64_t{page_} * params_.v_strides.page;
+      k_row = state_.k_head + page * params_.k_strides.page;
+      v_row = state_.v_head + page * params_.v_strides.page;
       if constexpr (!Config::kContiguous) {
         const int block = cta_.page_size.divide(lane_index());
         const int in_page = lane_index() - block * cta_.page_size.divisor;
@@ -193,8 +196,7 @@ class KvRing {
   int warp_;
   int lane_;
   int begin_;  // index of the next block's first column in the row's list; -1 behind the last block
-  // Page id (contiguous: KV token) of this lane's row of the next block, or -1.
-  typename Select<Config::kContiguous, int64_t, int>::Type page_;
+  int page_ = -1;  // page id of this lane's row of the next block, or -1; not used when contiguous
 };
 
 }  // namespace jaxinfer
