@@ -288,9 +288,12 @@ def test_append_of_many_tokens() -> None:
         slots = rng.permutation(120 * 16)[:1500].astype(np.int32)
         slots[::50] = rng.choice([-1, 120 * 16, 2**31 - 1, -(2**31)], 30)
         for layer in (1, 2, -1):
-            arrays: tuple[Any, ...] = (k_pages, v_pages, k, v, slots)
-            got = jaxinfer.append_kv(*arrays, layer=jnp.int32(layer), kv_layout=kv_layout)
-            want = append_oracle(*arrays, layer=layer, kv_layout=kv_layout)
+            got = jaxinfer.append_kv(
+                *map(jnp.asarray, (k_pages, v_pages, k, v, slots)),
+                layer=jnp.int32(layer),
+                kv_layout=kv_layout,
+            )
+            want = append_oracle(k_pages, v_pages, k, v, slots, layer, kv_layout)
             assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
