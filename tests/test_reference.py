@@ -255,8 +255,10 @@ def test_nothing_to_see(tokens: int, rows: int) -> None:
         assert (np.asarray(state.o) == 0).all() and np.isneginf(state.lse).all()
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("kind", KINDS)
+# Every second pair: each kind meets at least two rules and each rule three kinds, at one compilation a pair.
+@pytest.mark.parametrize(
+    "kind, rules", [(k, r) for i, k in enumerate(KINDS) for j, r in enumerate(RULES) if (i + j) % 2 == 0]
+)
 def test_against_the_oracle(kind: str, rules: str) -> None:
     """Fixed shapes: one compilation, many poisoned batches."""
     index = KINDS.index(kind) + len(KINDS) * list(RULES).index(rules)
@@ -270,7 +272,7 @@ def test_against_the_oracle(kind: str, rules: str) -> None:
         "num_layers": (None, 3)[index % 2] if kind != "ragged" else None,
         "custom_mask": index % 3 == 1,
     }
-    for seed in range(12):
+    for seed in range(20):
         rng = np.random.default_rng(1000 * index + seed)
         assert_matches_oracle(make_case(rng, kind, variant=RULES[rules], fixed=True, **options))
 
