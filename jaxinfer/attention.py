@@ -81,7 +81,9 @@ def attention(
     if not math.isfinite(sm_scale):
         raise ValueError(f"sm_scale must be finite, got {sm_scale}")
     if return_lse and not variant.softmax:
-        raise ValueError("return_lse=True needs softmax: without it (Variant(softmax=False)) lse is not defined")
+        raise ValueError(
+            "return_lse=True needs softmax: without it (Variant(softmax=False)) lse is not defined"
+        )
     _check_mask(variant, layout)
     check_plan(plan, q, v, num_heads(k, kv_layout, layout.contiguous), layout, variant)
     if implementation == "reference":
@@ -160,7 +162,9 @@ def rules(variant: Variant) -> tuple[str, ...]:
     return tuple(rule for rule, is_on in on.items() if is_on)
 
 
-def _abstract_eval(q: Any, k: Any, v: Any, *operands: Any, slot_capacity: int, **params: Any) -> Sequence[Any]:
+def _abstract_eval(
+    q: Any, k: Any, v: Any, *operands: Any, slot_capacity: int, **params: Any
+) -> Sequence[Any]:
     num_tokens, num_qo_heads, _ = q.shape
     head_dim_vo = v.shape[-1]
     spec = q.sharding.spec
@@ -221,8 +225,12 @@ def _check_operands(
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
         if x.ndim != rank:
-            with_layer = " with a leading [num_layers] axis because layer is given" if layer is not None else ""
-            raise ValueError(f"{name} must have rank {rank} (the layout is {kind}){with_layer}, got shape {x.shape}")
+            with_layer = (
+                " with a leading [num_layers] axis because layer is given" if layer is not None else ""
+            )
+            raise ValueError(
+                f"{name} must have rank {rank} (the layout is {kind}){with_layer}, got shape {x.shape}"
+            )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v may differ in head_dim only, got shapes {k.shape} and {v.shape}")
     if k.shape[-1] != q.shape[-1]:
@@ -238,7 +246,9 @@ def _check_operands(
     if num_kv_heads == 0 or q.shape[1] % num_kv_heads != 0:
         raise ValueError(f"num_qo_heads {q.shape[1]} must be a multiple of num_kv_heads {num_kv_heads}")
     if q.shape[0] != layout.num_tokens:
-        raise ValueError(f"q has {q.shape[0]} tokens, the layout was built for num_tokens {layout.num_tokens}")
+        raise ValueError(
+            f"q has {q.shape[0]} tokens, the layout was built for num_tokens {layout.num_tokens}"
+        )
     check_layer(layer)
 
 
@@ -304,7 +314,9 @@ def check_plan(
         "window_right": (spec.window_right, variant.window_right),
         "softmax": (spec.softmax, variant.softmax),
     }
-    wrong = [f"{name} {made} (this call: {called})" for name, (made, called) in facts.items() if made != called]
+    wrong = [
+        f"{name} {made} (this call: {called})" for name, (made, called) in facts.items() if made != called
+    ]
     if wrong:
         raise ValueError("the plan was made for another call: " + ", ".join(wrong))
     if plan.data.shape != (spec.num_words,):
