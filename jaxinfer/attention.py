@@ -84,7 +84,7 @@ def attention(
         raise ValueError(
             "return_lse=True needs softmax: without it (Variant(softmax=False)) lse is not defined"
         )
-    _check_mask(variant, layout)
+    variant.check_operands(layout)
     check_plan(plan, q, v, num_heads(k, kv_layout, layout.contiguous), layout, variant)
     if implementation == "reference":
         return reference.attention(
@@ -276,17 +276,6 @@ def check_layer(layer: jax.Array | int | None) -> None:
     dtype, size = getattr(layer, "dtype", None), getattr(layer, "size", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or size != 1:
         raise ValueError(f"layer must be an int32 scalar, got {layer!r}")
-
-
-def _check_mask(variant: Variant, layout: BlockSparse) -> None:
-    if variant.mask_bits is None or variant.mask_indptr is None:
-        return
-    if layout.num_layouts > 1:
-        raise NotImplementedError("custom masks with a composed layout are not supported; use a flat layout")
-    if variant.mask_indptr.shape != (layout.num_rows + 1,):
-        raise ValueError(
-            f"mask_indptr must have rows + 1 = {layout.num_rows + 1} entries, got shape {variant.mask_indptr.shape}"
-        )
 
 
 def check_plan(
