@@ -55,10 +55,15 @@ struct AttentionParams {
   const int32_t* q_pos;       // [num_tokens]
   const int32_t* block_pos;   // [kv_indices_capacity] position of each listed block's first token, or null
 
-  void* o;             // [num_tokens, num_qo_heads, head_dim_vo] of dtype
-  float* lse;          // [num_tokens, num_qo_heads] natural log; undefined without kRuleSoftmax
-  float* partial_o;    // [slot_capacity, num_qo_heads, head_dim_vo]
-  float* partial_lse;  // [slot_capacity, num_qo_heads] natural log
+  void* o;     // [num_tokens, num_qo_heads, head_dim_vo] of dtype
+  float* lse;  // [num_tokens, num_qo_heads] natural log; undefined without kRuleSoftmax
+  // The partial state of a slot and head is (o, max, sum): o and sum are taken relative to max, and o is not
+  // divided by sum. A log-sum-exp in their place would round max + log(sum), and with it the weight of the
+  // piece.
+  float*
+      partial_o;  // [slot_capacity, num_qo_heads, head_dim_vo] sum of exp(logit - max) v; without softmax w v
+  float* partial_max;  // [slot_capacity, num_qo_heads] largest logit, in the executor's own unit
+  float* partial_sum;  // [slot_capacity, num_qo_heads] sum of exp(logit - max); 0: the piece saw nothing
 
   DType dtype;  // of q, k, v and o
   int32_t num_tokens;

@@ -142,7 +142,7 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
   JAXINFER_CHECK(static_cast<int64_t>(call.plan.element_count()) == params->format.num_words,
                  "the plan has " + std::to_string(call.plan.element_count()) + " words, expected " +
                      std::to_string(params->format.num_words));
-  const int64_t state_size = q_dims[1] * (v_shape.head_dim + 1);
+  const int64_t state_size = q_dims[1] * (v_shape.head_dim + 2);
   JAXINFER_CHECK(static_cast<int64_t>(call.workspace->element_count()) >=
                      int64_t{params->format.slot_capacity} * state_size,
                  "the workspace is smaller than the plan's partial states");
@@ -164,8 +164,9 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
   params->o = call.o->untyped_data();
   params->lse = call.lse->typed_data();
   params->partial_o = call.workspace->typed_data();
-  params->partial_lse =
-      params->partial_o + int64_t{params->format.slot_capacity} * q_dims[1] * v_shape.head_dim;
+  const int64_t slot_heads = int64_t{params->format.slot_capacity} * q_dims[1];
+  params->partial_max = params->partial_o + slot_heads * v_shape.head_dim;
+  params->partial_sum = params->partial_max + slot_heads;
   params->num_tokens = static_cast<int32_t>(q_dims[0]);
   params->num_rows = static_cast<int32_t>(call.kv_offset.element_count());
   params->num_qo_heads = static_cast<int32_t>(q_dims[1]);

@@ -177,12 +177,12 @@ def _abstract_eval(
     return (
         like_q((num_tokens, num_qo_heads, head_dim_vo), q.dtype, spec[0], spec[1], None),
         like_q((num_tokens, num_qo_heads), np.float32, spec[0], spec[1]),
-        like_q((slot_capacity * num_qo_heads * (head_dim_vo + 1),), np.float32, None),
+        like_q((slot_capacity * num_qo_heads * (head_dim_vo + 2),), np.float32, None),
     )
 
 
 #: Operands: q, k, v, layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len, mask_bits, mask_indptr
-#: (an absent one has no elements). Results: o, lse, workspace (partial o, then partial lse).
+#: (an absent one has no elements). Results: o, lse, workspace (partial o, max, sum).
 attention_p = make_primitive(
     "jaxinfer_attention",
     _abstract_eval,
