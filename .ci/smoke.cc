@@ -66,8 +66,8 @@ int main() {
   const auto q = normal(kTokens * kQoHeads * kHeadDim), k = normal(kPages * kPage * kKvHeads * kHeadDim),
              v = normal(kPages * kPage * kKvHeads * kHeadDim);
   std::vector<float> o(q.size(), NAN), lse(kTokens * kQoHeads, NAN);
-  std::vector<float> partial_o(static_cast<size_t>(request.format.slot_capacity) * kQoHeads * kHeadDim, NAN),
-      partial_lse(static_cast<size_t>(request.format.slot_capacity) * kQoHeads, NAN);
+  const size_t states = static_cast<size_t>(request.format.slot_capacity) * kQoHeads;
+  std::vector<float> partial_o(states * kHeadDim, NAN), partial_max(states, NAN), partial_sum(states, NAN);
   AttentionParams params{};
   params.q = q.data();
   params.k = k.data();
@@ -79,7 +79,8 @@ int main() {
   params.o = o.data();
   params.lse = lse.data();
   params.partial_o = partial_o.data();
-  params.partial_lse = partial_lse.data();
+  params.partial_max = partial_max.data();
+  params.partial_sum = partial_sum.data();
   params.dtype = DType::kF32;
   params.num_tokens = kTokens;
   params.num_rows = kRows;

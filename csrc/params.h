@@ -1,5 +1,5 @@
-// Parameter structs that cross from the FFI handlers to the executors (CPU today). Pointers are borrowed for the
-// call; every pointer carries its shape. Nothing here knows XLA, Python or JAX.
+// Parameter structs that cross from the FFI handlers to the executors (CPU today). Pointers are borrowed for
+// the call; every pointer carries its shape. Nothing here knows XLA, Python or JAX.
 #pragma once
 
 #include <cstdint>
@@ -21,55 +21,61 @@ enum Rule : uint32_t {
 };
 
 struct VariantParams {
-  uint32_t rules;                // OR of Rule
+  uint32_t rules;  // OR of Rule
   float sm_scale;
-  float logits_soft_cap;         // read only with kRuleSoftCap
-  int32_t window_left;           // read only with kRuleWindowLeft
-  int32_t window_right;          // read only with kRuleWindowRight
-  const uint8_t* mask_bits;      // [mask_capacity] little-endian bits; bit (token - q_start) * kv_len + index of the row
-  const int32_t* mask_indptr;    // [num_rows + 1] byte offset of each row's first bit
-  int64_t mask_capacity;         // bytes; a bit beyond it counts as masked
-  const int32_t* q_start;        // [num_rows] read only with kRuleMask
-  const int32_t* kv_len;         // [num_rows] read only with kRuleMask
+  float logits_soft_cap;  // read only with kRuleSoftCap
+  int32_t window_left;    // read only with kRuleWindowLeft
+  int32_t window_right;   // read only with kRuleWindowRight
+  // [mask_capacity] little-endian bits; bit (token - q_start) * kv_len + index of the row
+  const uint8_t* mask_bits;
+  const int32_t* mask_indptr;  // [num_rows + 1] byte offset of each row's first bit
+  int64_t mask_capacity;       // bytes; a bit beyond it counts as masked
+  const int32_t* q_start;      // [num_rows] read only with kRuleMask
+  const int32_t* kv_len;       // [num_rows] read only with kRuleMask
 
   bool on(Rule rule) const { return (rules & rule) != 0; }
 };
 
 // Where the rows of one cache tensor (K or V) lie. Strides count elements; products are taken in 64 bits.
 struct CacheStrides {
-  int64_t layer;   // 0 without a layer axis
-  int64_t page;    // contiguous: one KV token (page_size is 1)
-  int64_t token;   // inside a page
+  int64_t layer;  // 0 without a layer axis
+  int64_t page;   // contiguous: one KV token (page_size is 1)
+  int64_t token;  // inside a page
   int64_t head;
 };
 
 struct AttentionParams {
-  const void* q;               // [num_tokens, num_qo_heads, head_dim_qk] of dtype
-  const void* k;               // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_qk] through k_strides
-  const void* v;               // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_vo] through v_strides
-  const int32_t* layer;        // [1], or null without a layer axis; out of range: every token gets the empty state
-  const int32_t* plan;         // [format.num_words]
-  const int32_t* kv_indices;   // [kv_indices_capacity] page ids; null when contiguous
-  const int32_t* kv_offset;    // [num_rows] position of each row's first KV token
-  const int32_t* q_pos;        // [num_tokens]
-  const int32_t* block_pos;    // [kv_indices_capacity] position of each listed block's first token, or null
+  const void* q;         // [num_tokens, num_qo_heads, head_dim_qk] of dtype
+  const void* k;         // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_qk] through k_strides
+  const void* v;         // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_vo] through v_strides
+  const int32_t* layer;  // [1], or null without a layer axis; out of range: every token gets the empty state
+  const int32_t* plan;   // [format.num_words]
+  const int32_t* kv_indices;  // [kv_indices_capacity] page ids; null when contiguous
+  const int32_t* kv_offset;   // [num_rows] position of each row's first KV token
+  const int32_t* q_pos;       // [num_tokens]
+  const int32_t* block_pos;   // [kv_indices_capacity] position of each listed block's first token, or null
 
-  void* o;                     // [num_tokens, num_qo_heads, head_dim_vo] of dtype
-  float* lse;                  // [num_tokens, num_qo_heads] natural log; undefined without kRuleSoftmax
-  float* partial_o;            // [slot_capacity, num_qo_heads, head_dim_vo]
-  float* partial_lse;          // [slot_capacity, num_qo_heads] natural log
+  void* o;     // [num_tokens, num_qo_heads, head_dim_vo] of dtype
+  float* lse;  // [num_tokens, num_qo_heads] natural log; undefined without kRuleSoftmax
+  // The partial state of a slot and head is (o, max, sum): o and sum are taken relative to max, and o is not
+  // divided by sum. A log-sum-exp in their place would round max + log(sum), and with it the weight of the
+  // piece.
+  float*
+      partial_o;  // [slot_capacity, num_qo_heads, head_dim_vo] sum of exp(logit - max) v; without softmax w v
+  float* partial_max;  // [slot_capacity, num_qo_heads] largest logit, in the executor's own unit
+  float* partial_sum;  // [slot_capacity, num_qo_heads] sum of exp(logit - max); 0: the piece saw nothing
 
-  DType dtype;                 // of q, k, v and o
+  DType dtype;  // of q, k, v and o
   int32_t num_tokens;
   int32_t num_rows;
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim_qk;
   int32_t head_dim_vo;
-  int32_t num_layers;          // 1 without a layer axis
-  int64_t num_pages;           // contiguous: KV tokens
-  int32_t page_size;           // 1 when contiguous
-  int64_t kv_indices_capacity; // 0 when contiguous
+  int32_t num_layers;           // 1 without a layer axis
+  int64_t num_pages;            // contiguous: KV tokens
+  int32_t page_size;            // 1 when contiguous
+  int64_t kv_indices_capacity;  // 0 when contiguous
   CacheStrides k_strides;
   CacheStrides v_strides;
   PlanFormat format;
@@ -79,14 +85,15 @@ struct AttentionParams {
 };
 
 struct AppendParams {
-  void* k_pages;               // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_qk], written in place
-  void* v_pages;               // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_vo], written in place
-  const void* k;               // [num_tokens, num_kv_heads, head_dim_qk]
-  const void* v;               // [num_tokens, num_kv_heads, head_dim_vo]
-  const int32_t* slots;        // [num_tokens] page * page_size + offset; outside [0, num_pages * page_size): skipped
-  const int32_t* layer;        // [1], or null without a layer axis; out of range: nothing is written
+  void* k_pages;  // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_qk], written in place
+  void* v_pages;  // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_vo], written in place
+  const void* k;  // [num_tokens, num_kv_heads, head_dim_qk]
+  const void* v;  // [num_tokens, num_kv_heads, head_dim_vo]
+  // [num_tokens] page * page_size + offset; outside [0, num_pages * page_size): skipped
+  const int32_t* slots;
+  const int32_t* layer;  // [1], or null without a layer axis; out of range: nothing is written
 
-  int32_t element_size;        // bytes of one element
+  int32_t element_size;  // bytes of one element
   int32_t num_tokens;
   int32_t num_kv_heads;
   int32_t head_dim_qk;

@@ -1,6 +1,7 @@
-// From XLA buffers and attributes to the parameter structs: shapes, strides, optional operands. Platform handlers
-// (handlers_cpu.cc) add the launch. Python has checked every call with better words (jaxinfer/attention.py,
-// jaxinfer/cache.py); what is checked again here keeps a hand-made or stale program from reading out of bounds.
+// From XLA buffers and attributes to the parameter structs: shapes, strides, optional operands. Platform
+// handlers (handlers_cpu.cc) add the launch. Python has checked every call with better words
+// (jaxinfer/attention.py, jaxinfer/cache.py); what is checked again here keeps a hand-made or stale program
+// from reading out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +19,24 @@ using IntBuffer = ffi::Buffer<ffi::DataType::S32>;
 #define JAXINFER_CHECK(condition, text) \
   if (!(condition)) return ffi::Error::InvalidArgument(std::string("jaxinfer: ") + (text))
 
-#define JAXINFER_RETURN_IF_ERROR(expression)                     \
-  if (ffi::Error status = (expression); status.failure()) {      \
-    return status;                                               \
+#define JAXINFER_RETURN_IF_ERROR(expression)                \
+  if (ffi::Error status = (expression); status.failure()) { \
+    return status;                                          \
   }
 
 inline ffi::Error to_dtype(ffi::DataType type, DType* dtype) {
   switch (type) {
-    case ffi::DataType::F32: *dtype = DType::kF32; return ffi::Error::Success();
-    case ffi::DataType::F16: *dtype = DType::kF16; return ffi::Error::Success();
-    case ffi::DataType::BF16: *dtype = DType::kBF16; return ffi::Error::Success();
-    default: return ffi::Error::InvalidArgument("jaxinfer: dtype must be float32, float16 or bfloat16");
+    case ffi::DataType::F32:
+      *dtype = DType::kF32;
+      return ffi::Error::Success();
+    case ffi::DataType::F16:
+      *dtype = DType::kF16;
+      return ffi::Error::Success();
+    case ffi::DataType::BF16:
+      *dtype = DType::kBF16;
+      return ffi::Error::Success();
+    default:
+      return ffi::Error::InvalidArgument("jaxinfer: dtype must be float32, float16 or bfloat16");
   }
 }
 
@@ -66,16 +74,22 @@ inline ffi::Error read_cache_shape(ffi::AnyBuffer::Dimensions dims, bool hnd, bo
 
 // The static facts of a plan as they travel in attributes: per class (tile, packed, num_queues, num_ctas,
 // item_capacity).
-inline ffi::Error read_plan_format(ffi::Span<const int32_t> classes, int32_t merge_capacity, int32_t slot_capacity,
-                                   PlanFormat* format) {
+inline ffi::Error read_plan_format(ffi::Span<const int32_t> classes, int32_t merge_capacity,
+                                   int32_t slot_capacity, PlanFormat* format) {
   constexpr size_t kFields = 5;
-  JAXINFER_CHECK(classes.size() == kFields || classes.size() == kFields * kMaxClasses, "malformed plan classes");
+  JAXINFER_CHECK(classes.size() == kFields || classes.size() == kFields * kMaxClasses,
+                 "malformed plan classes");
   *format = PlanFormat{};
   format->num_classes = static_cast<int32_t>(classes.size() / kFields);
   for (int32_t c = 0; c < format->num_classes; ++c) {
     const int32_t* field = classes.begin() + static_cast<size_t>(c) * kFields;
-    format->classes[c] = ClassFormat{.tile = field[0], .packed = field[1], .num_queues = field[2],
-                                     .num_ctas = field[3], .item_capacity = field[4], .queue_indptr = 0, .items = 0};
+    format->classes[c] = ClassFormat{.tile = field[0],
+                                     .packed = field[1],
+                                     .num_queues = field[2],
+                                     .num_ctas = field[3],
+                                     .item_capacity = field[4],
+                                     .queue_indptr = 0,
+                                     .items = 0};
   }
   format->merge_capacity = merge_capacity;
   format->slot_capacity = slot_capacity;
@@ -102,10 +116,12 @@ struct AttentionAttributes {
   int32_t merge_capacity, slot_capacity;
 };
 
-inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& attributes, AttentionParams* params) {
+inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& attributes,
+                              AttentionParams* params) {
   *params = AttentionParams{};
   JAXINFER_RETURN_IF_ERROR(to_dtype(call.q.element_type(), &params->dtype));
-  JAXINFER_CHECK(call.k.element_type() == call.q.element_type() && call.v.element_type() == call.q.element_type() &&
+  JAXINFER_CHECK(call.k.element_type() == call.q.element_type() &&
+                     call.v.element_type() == call.q.element_type() &&
                      call.o->element_type() == call.q.element_type(),
                  "q, k, v and o must share one dtype");
   CacheShape k_shape, v_shape;
@@ -126,11 +142,12 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
   JAXINFER_CHECK(static_cast<int64_t>(call.plan.element_count()) == params->format.num_words,
                  "the plan has " + std::to_string(call.plan.element_count()) + " words, expected " +
                      std::to_string(params->format.num_words));
-  const int64_t state_size = q_dims[1] * (v_shape.head_dim + 1);
+  const int64_t state_size = q_dims[1] * (v_shape.head_dim + 2);
   JAXINFER_CHECK(static_cast<int64_t>(call.workspace->element_count()) >=
                      int64_t{params->format.slot_capacity} * state_size,
                  "the workspace is smaller than the plan's partial states");
-  JAXINFER_CHECK(static_cast<int64_t>(call.q_pos.element_count()) == q_dims[0], "q_pos and q differ in num_tokens");
+  JAXINFER_CHECK(static_cast<int64_t>(call.q_pos.element_count()) == q_dims[0],
+                 "q_pos and q differ in num_tokens");
   JAXINFER_CHECK(call.block_pos.element_count() == 0 ||
                      call.block_pos.element_count() == call.kv_indices.element_count(),
                  "block_pos and kv_indices differ in length");
@@ -147,7 +164,9 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
   params->o = call.o->untyped_data();
   params->lse = call.lse->typed_data();
   params->partial_o = call.workspace->typed_data();
-  params->partial_lse = params->partial_o + int64_t{params->format.slot_capacity} * q_dims[1] * v_shape.head_dim;
+  const int64_t slot_heads = int64_t{params->format.slot_capacity} * q_dims[1];
+  params->partial_max = params->partial_o + slot_heads * v_shape.head_dim;
+  params->partial_sum = params->partial_max + slot_heads;
   params->num_tokens = static_cast<int32_t>(q_dims[0]);
   params->num_rows = static_cast<int32_t>(call.kv_offset.element_count());
   params->num_qo_heads = static_cast<int32_t>(q_dims[1]);
@@ -194,7 +213,8 @@ inline ffi::Error make_params(AppendCall& call, bool hnd, bool has_layer, Append
   JAXINFER_CHECK(v_dims.size() == 3 && v_dims[0] == k_dims[0] && v_dims[1] == v_shape.num_kv_heads &&
                      v_dims[2] == v_shape.head_dim,
                  "v must be [num_tokens, num_kv_heads, head_dim] of the pool");
-  JAXINFER_CHECK(static_cast<int64_t>(call.slots.element_count()) == k_dims[0], "slots and k differ in num_tokens");
+  JAXINFER_CHECK(static_cast<int64_t>(call.slots.element_count()) == k_dims[0],
+                 "slots and k differ in num_tokens");
 
   params->k_pages = call.k_pages->untyped_data();
   params->v_pages = call.v_pages->untyped_data();

@@ -1,4 +1,5 @@
-// The Python module `jaxinfer._native`: handler capsules for jax.ffi, the planner's binding, facts about the build.
+// The Python module `jaxinfer._native`: handler capsules for jax.ffi, the planner's binding, facts about the
+// build.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

@@ -13,11 +13,13 @@
 
 namespace jaxinfer {
 
-// Tasks [0, num_tasks) of one loop, taken in turn by whoever is free. The calling thread takes part and waits only
-// for tasks that others have begun, so a pool whose threads are all busy (or all waiting here) cannot deadlock.
+// Tasks [0, num_tasks) of one loop, taken in turn by whoever is free. The calling thread takes part and waits
+// only for tasks that others have begun, so a pool whose threads are all busy (or all waiting here) cannot
+// deadlock.
 class SharedLoop {
  public:
-  SharedLoop(int64_t num_tasks, const std::function<void(int64_t)>& task) : num_tasks_(num_tasks), task_(task) {}
+  SharedLoop(int64_t num_tasks, const std::function<void(int64_t)>& task)
+      : num_tasks_(num_tasks), task_(task) {}
 
   // Takes tasks until none is left. A helper that arrives late returns at once and never touches task_, which
   // belongs to the caller's stack.
@@ -49,7 +51,8 @@ class SharedLoop {
   std::condition_variable all_done_;
 };
 
-inline void run_on_pool(xla::ffi::ThreadPool& pool, int64_t num_tasks, const std::function<void(int64_t)>& task) {
+inline void run_on_pool(xla::ffi::ThreadPool& pool, int64_t num_tasks,
+                        const std::function<void(int64_t)>& task) {
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_tasks) - 1;
   if (helpers <= 0) {
     for (int64_t i = 0; i < num_tasks; ++i) task(i);

@@ -85,7 +85,7 @@ def attention(
         raise ValueError(
             "return_lse=True needs softmax: without it (Variant(softmax=False)) lse is not defined"
         )
-    _check_mask(variant, layout)
+    variant.check_operands(layout)
     check_plan(plan, q, v, num_heads(k, kv_layout, layout.contiguous), layout, variant)
     if implementation == "reference":
         return reference.attention(
@@ -183,12 +183,13 @@ def _abstract_eval(
     return (
         like_q((num_tokens, num_qo_heads, head_dim_vo), q.dtype, spec[0], spec[1], None),
         like_q((num_tokens, num_qo_heads), np.float32, spec[0], spec[1]),
-        like_q((slot_capacity * num_qo_heads * (head_dim_vo + 1),), np.float32, None),
+        like_q((slot_capacity * num_qo_heads * (head_dim_vo + 2),), np.float32, None),
     )
 
 
 #: Operands: q, k, v, layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len, mask_bits, mask_indptr
-#: (an absent one has no elements), then the arrays of `Variant.from_cuda`. Results: o, lse, workspace (partial o, then partial lse).
+#: (an absent one has no elements), then the arrays of `Variant.from_cuda`. Results: o, lse, workspace (partial o,
+#: max, sum).
 attention_p = make_primitive(
     "jaxinfer_attention",
     _abstract_eval,
@@ -283,17 +284,6 @@ def check_layer(layer: jax.Array | int | None) -> None:
     dtype, size = getattr(layer, "dtype", None), getattr(layer, "size", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or size != 1:
         raise ValueError(f"layer must be an int32 scalar, got {layer!r}")
-
-
-def _check_mask(variant: Variant, layout: BlockSparse) -> None:
-    if variant.mask_bits is None or variant.mask_indptr is None:
-        return
-    if layout.num_layouts > 1:
-        raise NotImplementedError("custom masks with a composed layout are not supported; use a flat layout")
-    if variant.mask_indptr.shape != (layout.num_rows + 1,):
-        raise ValueError(
-            f"mask_indptr must have rows + 1 = {layout.num_rows + 1} entries, got shape {variant.mask_indptr.shape}"
-        )
 
 
 def check_plan(

@@ -32,11 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args)
         sys.stdout.flush()
         return status
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
-            raise
-        return _fail(f"this needs the package {error.name}: pip install 'jaxinfer[{extra}]'")
+        if extra is not None:
+            return _fail(f"this needs the package {error.name}: pip install 'jaxinfer[{extra}]'")
+        if "pip install 'jaxinfer[" in str(error):  # said by the code that needs it
+            return _fail(str(error))
+        raise
     except BrokenPipeError:
         # The reader has gone (`... | head`); Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

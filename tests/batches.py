@@ -1,7 +1,7 @@
 """Batches written token by token, put into poisoned pools of any storage and run through any implementation.
 
-For tests that state their numbers by hand. Random cases are made by cases.py, expected values of random inputs come
-from oracle.py; nothing here computes attention.
+For tests that state their numbers by hand. Random cases are made by cases.py, expected values of random
+inputs come from oracle.py; nothing here computes attention.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ REFERENCE = tuple(Way(s, "reference") for s in ("NHD", "HND", "contiguous"))
 every_way = pytest.mark.parametrize("way", (*ENGINE, REFERENCE[0]), ids=str)
 every_way_and_storage = pytest.mark.parametrize("way", ENGINE + REFERENCE, ids=str)
 every_paged_way = pytest.mark.parametrize("way", (*ENGINE[:2], REFERENCE[0]), ids=str)
+
+
+def engine_for_all(names: str, values: Sequence[Any], *, storages: Sequence[Way] = ENGINE) -> Any:
+    """Parametrizes "way" and `names`: the engine with every value, the reference with the first."""
+
+    def entry(way: Way, value: Any) -> Any:
+        return (way, *value) if "," in names else (way, value)
+
+    entries = [entry(way, value) for value in values for way in storages] + [entry(REFERENCE[0], values[0])]
+    return pytest.mark.parametrize(f"way,{names}", entries, ids=lambda x: str(x))
 
 
 def attend(*args: Any, implementation: str | None = None, **options: Any) -> Any:
@@ -116,7 +126,7 @@ def store(
 ) -> Stored:
     """Requests' q [q_len, heads, dim], k, v [kv_len, heads, dim] in shuffled pages of a poisoned pool.
 
-    Page 0 belongs to nobody, entries behind the used table are absurd, queries behind the last request are NaN.
+    Page 0 belongs to nobody, entries behind the used table are absurd, queries behind the last request NaN.
     """
     q_len, kv_len = [x.shape[0] for x in q], [x.shape[0] for x in k]
     qo_indptr = np.cumsum([0, *q_len])
@@ -227,7 +237,7 @@ def zero_queries(
     num_kv_heads: int = 1,
     head_dim: int = 16,
 ) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
-    """q = 0, any k, v[j, h, :] = j + 1000 h: o is the mean index of the visible tokens, lse the log of their count."""
+    """q = 0, any k, v[j, h, :] = j + 1000 h: o is the mean visible index, lse the log of the count."""
     rng = np.random.default_rng(7)
     q = [np.zeros((n, num_qo_heads, head_dim), np.float32) for n in q_len]
     k = [rng.standard_normal((n, num_kv_heads, head_dim)).astype(np.float32) for n in kv_len]

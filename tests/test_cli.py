@@ -101,13 +101,28 @@ def test_failures_are_status_1_and_one_line(
     assert captured.out == ""
 
 
-def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def no_tokenizers(*args: object, **kwargs: object) -> None:
-        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers"),
+            "this needs the package tokenizers: pip install 'jaxinfer[models]'",
+        ),
+        (
+            ImportError("templates need jinja2: pip install 'jaxinfer[models]'"),
+            "templates need jinja2: pip install",
+        ),
+    ],
+)
+def test_missing_extra_is_named(
+    error: ImportError, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def lacking(*args: object, **kwargs: object) -> None:
+        raise error
 
-    monkeypatch.setattr("jaxinfer.models.command.load_model", no_tokenizers)
+    monkeypatch.setattr("jaxinfer.models.command.load_model", lacking)
     assert main(["generate", "x", "--model", "m"]) == 1
-    assert "needs the package tokenizers: pip install 'jaxinfer[models]'" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_missing_module_of_our_own_is_no_missing_extra(monkeypatch: pytest.MonkeyPatch):

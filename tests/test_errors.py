@@ -1,6 +1,7 @@
-"""Refusals of `attention` and `append_kv`: what is wrong, what came, what was expected; never a silent fallback.
+"""Refusals of `attention`: what is wrong, what came, what was expected; never a silent fallback.
 
-The constructors' refusals are in test_layout.py, those of `plan` in test_plan_errors.py.
+The constructors' refusals are in test_layout.py, those of `plan` in test_plan_errors.py, those of `append_kv`
+in test_cache.py.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ OTHER_PLANS: list[tuple[str, jaxinfer.Plan, str]] = [
 def test_a_plan_for_another_call_is_refused(
     plan: jaxinfer.Plan, message: str, implementation: str | None
 ) -> None:
-    """Options exist in one place: what the plan was clipped with must be what the call applies (sglang#31501)."""
+    """A plan clipped with other rules than the call's would compute something else (sglang#31501)."""
     with pytest.raises(ValueError, match=f"the plan was made for another call: .*{message}"):
         call(plan=plan, implementation=implementation)
 
@@ -273,7 +274,7 @@ def test_a_mask_with_a_composed_layout() -> None:
     layout = jaxinfer.compose(jaxinfer.paged([0, 3], [0, 1], [4], [4], 4), PAGED)
     with pytest.raises(NotImplementedError, match="composed layout"):
         jaxinfer.pack_masks([np.ones((1, 3), bool), np.ones((2, 6), bool)], layout)
-    with pytest.raises(NotImplementedError, match="mask.*composed layout"):
+    with pytest.raises(NotImplementedError, match=r"mask.*composed layout"):
         call(layout=layout, plan=jaxinfer.plan(layout, **HEADS), variant=with_indptr(4))
 
 
@@ -298,7 +299,7 @@ def test_tables_that_do_not_fit(args: tuple[Any, ...], message: str) -> None:
 
 @pytest.mark.parametrize("bad", [99, -1, 6])
 def test_page_ids_outside_the_pool(bad: int) -> None:
-    """On the host refused where the pool's size is given; compiled code masks them and `check` counts them."""
+    """Refused on the host where the pool's size is given; compiled code masks them, `check` counts them."""
     tables = ([0, 1, 3], [0, 1, 3], [1, bad, 3], [3, 6], 4)
     with pytest.raises(ValueError, match=rf"row 1 lists page {bad}, outside \[0, num_pages = 6\)"):
         jaxinfer.paged(*tables, num_pages=6)
@@ -365,7 +366,8 @@ def test_what_the_message_recommends_works() -> None:
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
 def test_other_platforms_are_refused_when_lowering(platform: str) -> None:
-    message = rf"jaxinfer_attention has no kernel for platform .*{platform}.*runs on \['cpu'.*implementation=\"reference\""
+    runs = r"runs on \['cpu'.*implementation=\"reference\""
+    message = rf"jaxinfer_attention has no kernel for platform .*{platform}.*{runs}"
     with pytest.raises(NotImplementedError, match=message):
         jax.jit(lambda q: call(q=q)).trace(Q).lower(lowering_platforms=(platform,))
     with pytest.raises(NotImplementedError, match=message):

@@ -1,7 +1,7 @@
 """Bugs that users of attention engines met, as tests with exact values: lengths zero, one and unequal.
 
-Each test names the class of bug it guards against; public reports are cited where there is one. Pages and sizes,
-masks, and plans and merging have files of their own beside this one.
+Each test names the class of bug it guards against; public reports are cited where there is one. Pages and
+sizes, masks, and plans and merging have files of their own beside this one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from batches import (
     Way,
+    engine_for_all,
     every_way,
     every_way_and_storage,
     expect_visible,
@@ -76,8 +77,7 @@ def test_more_queries_than_keys_in_every_request(way: Way) -> None:
 # ---- a "decode" shortcut that takes the batch for the number of tokens (flash-attention#1537)
 
 
-@every_way
-@pytest.mark.parametrize("causal", [False, True])
+@engine_for_all("causal", [False, True])
 def test_requests_without_queries_between_single_tokens(way: Way, causal: bool) -> None:
     q, k, v = zero_queries([0, 1, 0, 1], [0, 3, 0, 5], 9, 3, 64)
     state = run(way, store(way, q, k, v), variant=Variant(causal=causal))
@@ -89,8 +89,7 @@ def test_requests_without_queries_between_single_tokens(way: Way, causal: bool) 
 # ---- zero-length queries in the middle and at the end (flash-attention#2562)
 
 
-@every_way
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@engine_for_all("batch_invariant", [False, True])
 def test_requests_without_queries_leave_the_others_alone(way: Way, batch_invariant: bool) -> None:
     q, k, v = random_requests([0, 6, 4, 0], [9, 7, 5, 11], 4, 1, 256)
     options = {"variant": CAUSAL, "batch_invariant": batch_invariant}
@@ -185,8 +184,7 @@ def test_padding_requests_and_padding_tokens_of_a_fixed_capacity(way: Way) -> No
 # ---- requests shorter than one page (flashinfer#725)
 
 
-@every_way
-@pytest.mark.parametrize("causal", [False, True])
+@engine_for_all("causal", [False, True])
 def test_two_equal_requests_shorter_than_a_page(way: Way, causal: bool) -> None:
     q, k, v = random_requests([1], [1], 32, 8, 64)
     state = run(way, store(way, q * 2, k * 2, v * 2, page_size=2), variant=Variant(causal=causal))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import (
     Way,
+    engine_for_all,
     every_paged_way,
     every_way,
-    every_way_and_storage,
     expect_visible,
     random_requests,
     run,
@@ -60,8 +61,7 @@ def masked(
 # ---- sliding windows off by one (vllm#3385, transformers#39408)
 
 
-@every_way
-@pytest.mark.parametrize("causal", [False, True])
+@engine_for_all("causal", [False, True])
 def test_a_left_window_is_an_inclusive_distance(way: Way, causal: bool) -> None:
     stored = store(way, *zero_queries([1], [8]))
     state = run(way, stored, variant=Variant(causal=causal, window_left=3))
@@ -80,7 +80,7 @@ def test_a_window_of_2048_on_4096_tokens(way: Way) -> None:
 # ---- a left window without causal that sees all the future (jax#39576)
 
 
-@every_way_and_storage
+@every_way
 def test_both_windows_bound_without_causal(way: Way) -> None:
     state = run(way, store(way, *zero_queries([6], [6])), variant=Variant(window_left=3, window_right=0))
     np.testing.assert_allclose(np.exp(state.lse[:, 0]), [1, 2, 3, 4, 4, 4], rtol=1e-5)
@@ -116,7 +116,7 @@ def capped() -> tuple[list[Any], list[Any], list[Any]]:
     return [q], [k], [v]
 
 
-@every_way_and_storage
+@every_way
 def test_the_soft_cap_comes_after_the_scale(way: Way) -> None:
     q, k, v = capped()
     stored = store(way, [q[0][1:]], k, v)
@@ -139,8 +139,7 @@ def test_masked_logits_stay_minus_infinity_under_a_soft_cap(way: Way) -> None:
 # ---- custom masks: read beyond the packed bits, wrong shape accepted (flashinfer#1005, flashinfer#3176)
 
 
-@every_way_and_storage
-@pytest.mark.parametrize("capacity", [None, 64])
+@engine_for_all("capacity", [None, 64])
 def test_a_custom_mask_of_any_shape_reads_its_own_bits(way: Way, capacity: int | None) -> None:
     mask = np.random.default_rng(2).random((10, 20)) < 0.4
     mask[3] = False
@@ -168,8 +167,7 @@ def test_mask_bits_are_packed_from_the_least_significant_bit() -> None:
 # ---- siblings of a draft tree see each other (vllm#17560)
 
 
-@every_way_and_storage
-@pytest.mark.parametrize("causal", [False, True])
+@engine_for_all("causal", [False, True])
 def test_tree_attention(way: Way, causal: bool) -> None:
     stored = store(way, *tree_requests())
     state = run(way, stored, variant=masked(stored.layout, [tree_mask(2, PARENTS)], causal=causal))
@@ -227,7 +225,7 @@ def test_mask_rows_of_requests_without_tokens_take_no_bits(way: Way) -> None:
     expect_visible(state, [*(np.flatnonzero(row).tolist() for row in mask), [], []])
 
 
-# ---- rotary positions: offset ignored when decoding, slots taken for positions (flashinfer#194, mlx-vlm#1983)
+# ---- rotary positions: offset ignored, slots taken for positions (flashinfer#194, mlx-vlm#1983)
 
 
 def test_the_angle_of_position_5() -> None:
@@ -236,50 +234,41 @@ def test_the_angle_of_position_5() -> None:
     np.testing.assert_allclose(sin, [[-0.958924]], atol=1e-6)
 
 
-def rotate(x: np.ndarray[Any, Any], layout: jaxinfer.BlockSparse) -> np.ndarray[Any, Any]:
-    cos, sin = rope_cos_sin(layout.q_pos, rope_frequencies(x.shape[-1], 10000.0))
-    return np.asarray(apply_rope(jnp.asarray(x), cos, sin, interleaved=False))
-
-
 @every_paged_way
 def test_prefill_of_six_equals_prefill_of_five_and_decode_of_one(way: Way) -> None:
     q, k, v = (x[0] for x in random_requests([6], [6], 4, 2, 16))
-    table, num_pages, page_size = [3, 1], 5, 4
-    shape = (num_pages, page_size, 2, 16) if way.storage == "NHD" else (num_pages, 2, page_size, 16)
+    shape = (5, 4, 2, 16) if way.storage == "NHD" else (5, 2, 4, 16)
+
+    @jax.jit
+    def step(q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, layout: Any, plan: Any) -> Any:
+        angles = rope_cos_sin(layout.q_pos, rope_frequencies(16, 10000.0))
+        q, k = (apply_rope(x, *angles, interleaved=False) for x in (q, k))
+        pools = jaxinfer.append_kv(k_pages, v_pages, k, v, layout.slots(), kv_layout=way.kv_layout)
+        options: dict[str, Any] = {"variant": CAUSAL, "kv_layout": way.kv_layout}
+        return jaxinfer.attention(
+            q, *pools, layout, plan, implementation=way.implementation, **options
+        ), pools
 
     def steps(*lengths: int) -> np.ndarray[Any, Any]:
-        k_pages = v_pages = jnp.full(shape, jnp.nan)
+        pools = (jnp.full(shape, jnp.nan, jnp.float32),) * 2
         done, out = 0, []
         for n in lengths:
-            layout = jaxinfer.paged([0, n], [0, 2], table, [done + n], page_size)
+            layout = jaxinfer.paged([0, n], [0, 2], [3, 1], [done + n], 4, num_tokens=6)
             plan = jaxinfer.plan(
                 layout, num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype=np.float32, variant=CAUSAL
             )
-            new = slice(done, done + n)
-            k_pages, v_pages = jaxinfer.append_kv(
-                k_pages,
-                v_pages,
-                jnp.asarray(rotate(k[new], layout)),
-                jnp.asarray(v[new]),
-                layout.slots(),
-                kv_layout=way.kv_layout,
-            )
-            o = jaxinfer.attention(
-                jnp.asarray(rotate(q[new], layout)),
-                k_pages,
-                v_pages,
-                layout,
-                plan,
-                variant=CAUSAL,
-                kv_layout=way.kv_layout,
-                implementation=way.implementation,
-            )
-            out.append(np.asarray(o))
+            new = [np.full((6, *x.shape[1:]), np.nan, np.float32) for x in (q, k, v)]
+            for padded, x in zip(new, (q, k, v), strict=True):
+                padded[:n] = x[done : done + n]
+            o, pools = step(*new, *pools, layout, plan)
+            out.append(np.asarray(o)[:n])
             done += n
         return np.concatenate(out)
 
-    np.testing.assert_allclose(steps(6), steps(5, 1), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(steps(6), steps(1, 1, 3, 1), rtol=1e-5, atol=1e-6)
+    whole = steps(6)
+    assert np.isfinite(whole).all()
+    np.testing.assert_allclose(steps(5, 1), whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(steps(1, 1, 3, 1), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_requests_behind_a_shared_prefix_have_positions_of_their_own() -> None:

@@ -10,8 +10,8 @@
 namespace jaxinfer::cpu::JAXINFER_ISA {
 
 // One token and head: slots [begin, end) of the merge list, in that order. Weights are relative to the
-// largest lse, and dividing by their sum leaves a single state, or equal ones, exactly as they are. An empty
-// state is skipped: what its o holds must not leak.
+// largest maximum, so that a single state comes out bit for bit as if it had been final. An empty state is
+// skipped: what its o holds must not leak. The added zero turns -0 into 0, as for final output (tile.h).
 template <class T>
 inline void merge_head(const AttentionParams& p, const int32_t* slots, int32_t begin, int32_t end,
                        int64_t token, int64_t head) {
@@ -21,16 +21,15 @@ inline void merge_head(const AttentionParams& p, const int32_t* slots, int32_t b
   for (int32_t d = 0; d < dim; ++d) o[d] = 0.0f;
   float max = -INFINITY;
   for (int32_t i = begin; softmax && i < end; ++i) {
-    const float lse = p.partial_lse[int64_t{slots[i]} * p.num_qo_heads + head];
-    if (!(lse <= max)) max = lse;
+    const float part_max = p.partial_max[int64_t{slots[i]} * p.num_qo_heads + head];
+    if (!(part_max <= max)) max = part_max;
   }
   float sum = 0.0f;
   for (int32_t i = begin; i < end; ++i) {
     const int64_t at = int64_t{slots[i]} * p.num_qo_heads + head;
-    const float lse = p.partial_lse[at];
-    if (softmax && lse == -INFINITY) continue;
-    const float weight = softmax ? std::exp(lse - max) : 1.0f;
-    sum += weight;
+    if (softmax && p.partial_sum[at] == 0.0f) continue;
+    const float weight = softmax ? std::exp(p.partial_max[at] - max) : 1.0f;
+    sum += weight * p.partial_sum[at];
     const float* part = p.partial_o + at * dim;
     for (int32_t d = 0; d < dim; ++d) o[d] += weight * part[d];
   }
@@ -40,6 +39,7 @@ inline void merge_head(const AttentionParams& p, const int32_t* slots, int32_t b
     const float divisor = sum == 0.0f ? 1.0f : sum;
     for (int32_t d = 0; d < dim; ++d) o[d] /= divisor;
   }
+  for (int32_t d = 0; d < dim; ++d) o[d] += 0.0f;
   const int64_t at = token * p.num_qo_heads + head;
   store_row<T>(o, dim, static_cast<typename T::Storage*>(p.o) + at * dim);
   p.lse[at] = lse;

@@ -234,8 +234,8 @@ class Tile {
       const int64_t t = token_of_[r];
       const int64_t head = rows_.first_head + r / rows_.per_kv_head() * rows_.heads + r % rows_.heads;
       float* o = o_ + r * vo_stride_;
-      const float lse = normalise(o, sum_[r], max_[r]);
       if (item_.out < 0) {
+        const float lse = normalise(o, sum_[r], max_[r]);
         const int64_t at = (rows_.token + t) * p_.num_qo_heads + head;
         store_row<T>(o, p_.head_dim_vo, static_cast<Storage*>(p_.o) + at * p_.head_dim_vo);
         p_.lse[at] = lse;
@@ -243,7 +243,8 @@ class Tile {
         const int64_t slot = item_.out + (rows_.token - item_.token_begin) + t;
         const int64_t at = slot * p_.num_qo_heads + head;
         store_row<F32>(o, p_.head_dim_vo, p_.partial_o + at * p_.head_dim_vo);
-        p_.partial_lse[at] = lse;
+        p_.partial_max[at] = max_[r];
+        p_.partial_sum[at] = sum_[r];
       }
     }
   }

@@ -33,12 +33,14 @@ JAXINFER_DEVICE void append(const AppendParams& params) {
     if (slot < 0 || slot >= num_slots) continue;
     const int64_t page = slot / params.page_size;
     const int64_t in_page = slot - page * params.page_size;
-    append_row<Config>(params.k, params.k_pages, params.k_strides,
-                       layer * params.k_strides.layer + page * params.k_strides.page + in_page * params.k_strides.token,
-                       token, params.num_kv_heads, k_chunks);
-    append_row<Config>(params.v, params.v_pages, params.v_strides,
-                       layer * params.v_strides.layer + page * params.v_strides.page + in_page * params.v_strides.token,
-                       token, params.num_kv_heads, v_chunks);
+    append_row<Config>(
+        params.k, params.k_pages, params.k_strides,
+        layer * params.k_strides.layer + page * params.k_strides.page + in_page * params.k_strides.token,
+        token, params.num_kv_heads, k_chunks);
+    append_row<Config>(
+        params.v, params.v_pages, params.v_strides,
+        layer * params.v_strides.layer + page * params.v_strides.page + in_page * params.v_strides.token,
+        token, params.num_kv_heads, v_chunks);
   }
 }
 

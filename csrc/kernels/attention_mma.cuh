@@ -1,10 +1,11 @@
-// Attention of a plan's items on tensor cores, for every architecture with mma.sync (sm_80 and up), bf16 and fp16.
-// The shape of a CTA comes from Config: kStreams groups of kWarpsM warps. The warps of a stream split the query rows,
-// streams split the KV blocks of an item and are merged at its end. Tiles 16: four streams of one warp, which never
-// wait for each other inside an item; tile 32: two streams of two; larger ones: one stream of all warps.
+// Attention of a plan's items on tensor cores, for every architecture with mma.sync (sm_80 and up), bf16 and
+// fp16. The shape of a CTA comes from Config: kStreams groups of kWarpsM warps. The warps of a stream split
+// the query rows, streams split the KV blocks of an item and are merged at its end. Tiles 16: four streams of
+// one warp, which never wait for each other inside an item; tile 32: two streams of two; larger ones: one
+// stream of all warps.
 //
-// An item: rows of Q to shared memory; then for every KV block gather (issued blocks ahead), Q K^T, logits, mask,
-// online softmax, P V; then the state is written: o and lse, or a partial of both.
+// An item: rows of Q to shared memory; then for every KV block gather (issued blocks ahead), Q K^T, logits,
+// mask, online softmax, P V; then the state is written: o and lse, or a partial of both.
 #pragma once
 
 #include "kernels/fragments.cuh"
@@ -16,8 +17,9 @@ namespace jaxinfer {
 // What shared memory holds, in bytes from its start. kSmemBytes of jaxinfer/jit/tiles.py is the same sum.
 template <class Config>
 struct MmaSharedMemory {
-  static constexpr int kMergePitch = Config::kHeadDimVo + 8;  // floats; 8 more keep the rows of a fragment apart
-  static constexpr int kSlots = Config::kStreams / 2;         // streams that hand over their state at once
+  static constexpr int kMergePitch =
+      Config::kHeadDimVo + 8;                          // floats; 8 more keep the rows of a fragment apart
+  static constexpr int kSlots = Config::kStreams / 2;  // streams that hand over their state at once
   static constexpr int kQuery = 0;
   static constexpr int kRing = kQuery + Config::kTile * Config::kHeadDimQk * 2;
   static constexpr int kMerge = kRing + RingShape<Config>::kBytes;
@@ -25,7 +27,8 @@ struct MmaSharedMemory {
   static constexpr int kVisible = kMergeState + kSlots * Config::kTile * 8;
   static constexpr int kPosition = kVisible + Config::kTile * static_cast<int>(sizeof(Visible));
   static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
-  static constexpr int kCtaState = kWarpStates + Config::kNumThreads / 32 * static_cast<int>(sizeof(WarpState));
+  static constexpr int kCtaState =
+      kWarpStates + Config::kNumThreads / 32 * static_cast<int>(sizeof(WarpState));
   static constexpr int kPresent = kCtaState + static_cast<int>(sizeof(CtaState));
   static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
 };
@@ -43,11 +46,13 @@ class MmaAttention {
   static_assert(Config::kTile == 16 * Config::kWarpsM * kFragments, "tile rows");
   static_assert(Config::kNumThreads == 32 * Config::kWarpsM * Config::kStreams, "threads");
   static_assert(Config::kBlockKV % 16 == 0 && Config::kBlockKV <= 64, "columns of a block");
-  static_assert(Config::kSmemBytes == Shared::kBytes, "the tile table and the kernel disagree on shared memory");
+  static_assert(Config::kSmemBytes == Shared::kBytes,
+                "the tile table and the kernel disagree on shared memory");
 
  public:
   // The CTA's state is filled, and visible to all threads.
-  JAXINFER_DEVICE MmaAttention(const AttentionParams& params, int cls, const VariantOperands& operands, char* memory)
+  JAXINFER_DEVICE MmaAttention(const AttentionParams& params, int cls, const VariantOperands& operands,
+                               char* memory)
       : params_(params),
         operands_(operands),
         memory_(memory),
@@ -124,9 +129,11 @@ class MmaAttention {
   // Fragments hold q.k; with a negative scale Q is negated, so that the largest product is the largest logit.
   JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
   JAXINFER_DEVICE uint32_t sign_bits() const { return params_.variant.sm_scale < 0.0f ? Type::kSignBits : 0; }
-  // Of fragments to base-2 exponents. A zero would turn -inf into NaN; the number in its place still makes every weight
-  // 1.
-  JAXINFER_DEVICE float scale() const { return Variant::kLogits ? 1.0f : fmaxf(logit_scale() * kLog2e, 1e-36f); }
+  // Of fragments to base-2 exponents. A zero would turn -inf into NaN; the number in its place still makes
+  // every weight 1.
+  JAXINFER_DEVICE float scale() const {
+    return Variant::kLogits ? 1.0f : fmaxf(logit_scale() * kLog2e, 1e-36f);
+  }
 
   JAXINFER_DEVICE Row make_row(int i) const {
     const int token = item().token_begin + rows_.token(i);
@@ -233,7 +240,8 @@ class MmaAttention {
   }
 
   JAXINFER_DEVICE bool needs_mask(int begin, uint64_t present) const {
-    constexpr uint64_t kAll = Config::kBlockKV == 64 ? ~uint64_t{0} : (uint64_t{1} << (Config::kBlockKV & 63)) - 1;
+    constexpr uint64_t kAll =
+        Config::kBlockKV == 64 ? ~uint64_t{0} : (uint64_t{1} << (Config::kBlockKV & 63)) - 1;
     if (present != kAll) return true;
     if constexpr (kPositions) {
       // Positions ascend along a row's list.
@@ -264,17 +272,17 @@ class MmaAttention {
     }
   }
 
-  // Logits and masks through the variant, for every column. Fragments leave as base-2 exponents, or without softmax
-  // as weights.
-  JAXINFER_DEVICE void apply_holes(int begin, uint64_t present,
-                                   float (&s)[kFragments][kColumns][4]) {
+  // Logits and masks through the variant, for every column. Fragments leave as base-2 exponents, or without
+  // softmax as weights.
+  JAXINFER_DEVICE void apply_holes(int begin, uint64_t present, float (&s)[kFragments][kColumns][4]) {
     const bool masked = Variant::kMask || needs_mask(begin, present);
     // With 32 rows per warp there is no room to keep the rows' facts from block to block.
     const int lane = kFragments > 1 ? fresh_thread_index() & 31 : lane_;
     const int first = 2 * (lane_ & 3);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int i = min(tile_row(r, lane), rows_.num_rows() - 1);  // idle rows copy a real one; their results are not read
+      const int i = min(tile_row(r, lane),
+                        rows_.num_rows() - 1);  // idle rows copy a real one; their results are not read
       const Row row = make_row(i);
       const Variant variant(params_, operands_, row);
       const Visible range = kPositions ? visible()[i] : Visible{};
@@ -387,10 +395,15 @@ class MmaAttention {
       const int64_t at = (first + rows_.token(i)) * params_.num_qo_heads + rows_.qo_head(i);
       float inverse = 1.0f;
       if constexpr (Variant::kSoftmax) {
-        // A row that saw nothing has o = 0 exactly, whatever its sums hold.
-        inverse = softmax_.l[r] == 0.0f ? 0.0f : 1.0f / softmax_.l[r];
+        // A row that saw nothing has o = 0 exactly, whatever its sums hold. Partial sums stay undivided.
+        if (final) inverse = softmax_.l[r] == 0.0f ? 0.0f : 1.0f / softmax_.l[r];
         if ((lane_ & 3) == 0) {
-          (final ? params_.lse : params_.partial_lse)[at] = natural_lse(softmax_.m[r], scale(), softmax_.l[r]);
+          if (final) {
+            params_.lse[at] = natural_lse(softmax_.m[r], scale(), softmax_.l[r]);
+          } else {
+            params_.partial_max[at] = __fmul_rn(softmax_.m[r], scale());
+            params_.partial_sum[at] = softmax_.l[r];
+          }
         }
       }
       const int column = 2 * (fresh_thread_index() & 3);
@@ -404,7 +417,8 @@ class MmaAttention {
             const Row output_row = make_row(i);
             Variant(params_, operands_, output_row).output(x, 8 * j + column, output_row);
           }
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(params_.o) + row + 8 * j) = Type::pack_pair(x[0], x[1]);
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(params_.o) + row + 8 * j) =
+              Type::pack_pair(x[0], x[1]);
         } else {
           *reinterpret_cast<float2*>(params_.partial_o + row + 8 * j) = make_float2(x[0], x[1]);
         }

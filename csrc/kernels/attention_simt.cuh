@@ -1,10 +1,11 @@
-// Attention of a plan's items on CUDA cores: tile 1, one token per item, all types. The only kernel for float32.
-// Every warp is a stream of its own: it takes blocks of eight KV tokens in turn, for up to eight query heads at once
-// (items of more heads are visited several times), and the warps' states are merged at the end of the item.
+// Attention of a plan's items on CUDA cores: tile 1, one token per item, all types. The only kernel for
+// float32. Every warp is a stream of its own: it takes blocks of eight KV tokens in turn, for up to eight
+// query heads at once (items of more heads are visited several times), and the warps' states are merged at
+// the end of the item.
 //
-// Inside a block, scores: lane i holds KV token i % 8 and a quarter of the head dim (chunks i / 8, i / 8 + 4, ...);
-// sums of values: lanes hold 16-byte chunks of a V row, and where a row has fewer chunks than lanes, groups of lanes
-// take different tokens.
+// Inside a block, scores: lane i holds KV token i % 8 and a quarter of the head dim (chunks i / 8, i / 8 + 4,
+// ...); sums of values: lanes hold 16-byte chunks of a V row, and where a row has fewer chunks than lanes,
+// groups of lanes take different tokens.
 #pragma once
 
 #include "kernels/gather.cuh"
@@ -20,11 +21,13 @@ template <class Config>
 struct SimtSharedMemory {
   static constexpr int kQuery = 0;  // float [kSimtMaxRows, kHeadDimQk]
   static constexpr int kRing = kQuery + kSimtMaxRows * Config::kHeadDimQk * 4;
-  static constexpr int kMerge = kRing + RingShape<Config>::kBytes;  // float [kStreams, kSimtMaxRows, kHeadDimVo]
+  static constexpr int kMerge =
+      kRing + RingShape<Config>::kBytes;  // float [kStreams, kSimtMaxRows, kHeadDimVo]
   static constexpr int kMergeState = kMerge + Config::kStreams * kSimtMaxRows * Config::kHeadDimVo * 4;
   static constexpr int kPosition = kMergeState + Config::kStreams * kSimtMaxRows * 8;
   static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
-  static constexpr int kCtaState = kWarpStates + Config::kNumThreads / 32 * static_cast<int>(sizeof(WarpState));
+  static constexpr int kCtaState =
+      kWarpStates + Config::kNumThreads / 32 * static_cast<int>(sizeof(WarpState));
   static constexpr int kPresent = kCtaState + static_cast<int>(sizeof(CtaState));
   static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
 };
@@ -36,13 +39,17 @@ class SimtAttention {
   static constexpr int kPerChunk = Type::kPerChunk;
   static constexpr int kChunksQk = RingShape<Config>::kChunksQk;
   static constexpr int kChunksVo = RingShape<Config>::kChunksVo;
-  static constexpr int kLanesPerRow = kChunksVo > 16 ? 32 : kChunksVo > 8 ? 16 : 8;  // that share one row of V
-  static constexpr int kGroups = 32 / kLanesPerRow;                                   // tokens at once
-  static constexpr int kPieces = (kChunksVo + 31) / 32;                               // chunks of a lane
+  static constexpr int kLanesPerRow = kChunksVo > 16  ? 32
+                                      : kChunksVo > 8 ? 16
+                                                      : 8;  // that share one row of V
+  static constexpr int kGroups = 32 / kLanesPerRow;         // tokens at once
+  static constexpr int kPieces = (kChunksVo + 31) / 32;     // chunks of a lane
   static constexpr bool kPositions = (Config::kRules & kPositionRules) != 0;
-  static_assert(Config::kBlockKV == 8 && Config::kWarpsM == 1 && Config::kTile == 1, "one warp, eight tokens");
+  static_assert(Config::kBlockKV == 8 && Config::kWarpsM == 1 && Config::kTile == 1,
+                "one warp, eight tokens");
   static_assert(Config::kNumThreads == 32 * Config::kStreams, "threads");
-  static_assert(Config::kSmemBytes == Shared::kBytes, "the tile table and the kernel disagree on shared memory");
+  static_assert(Config::kSmemBytes == Shared::kBytes,
+                "the tile table and the kernel disagree on shared memory");
 
  public:
   // Visits of every item.
@@ -52,7 +59,8 @@ class SimtAttention {
   }
 
   // The CTA's state is filled, and visible to all threads.
-  JAXINFER_DEVICE SimtAttention(const AttentionParams& params, int cls, const VariantOperands& operands, char* memory)
+  JAXINFER_DEVICE SimtAttention(const AttentionParams& params, int cls, const VariantOperands& operands,
+                                char* memory)
       : params_(params),
         operands_(operands),
         memory_(memory),
@@ -101,7 +109,9 @@ class SimtAttention {
     store(item);
   }
 
-  JAXINFER_DEVICE Row make_row(int r) const { return Row{request_, token_, q_pos_, first_head_ + r, kv_head_}; }
+  JAXINFER_DEVICE Row make_row(int r) const {
+    return Row{request_, token_, q_pos_, first_head_ + r, kv_head_};
+  }
 
   JAXINFER_DEVICE void load_query() {
     const int chunks = params_.head_dim_qk / kPerChunk;
@@ -120,7 +130,8 @@ class SimtAttention {
       }
       float4* const to = reinterpret_cast<float4*>(memory_ + Shared::kQuery) + i * (kPerChunk / 4);
 #pragma unroll
-      for (int e = 0; e < kPerChunk / 4; ++e) to[e] = make_float4(x[4 * e], x[4 * e + 1], x[4 * e + 2], x[4 * e + 3]);
+      for (int e = 0; e < kPerChunk / 4; ++e)
+        to[e] = make_float4(x[4 * e], x[4 * e + 1], x[4 * e + 2], x[4 * e + 3]);
     }
   }
 
@@ -198,7 +209,8 @@ class SimtAttention {
     }
   }
 
-  // One score to its weight; m and the factor of earlier sums are the same in all lanes, l is this token's share.
+  // One score to its weight; m and the factor of earlier sums are the same in all lanes, l is this token's
+  // share.
   JAXINFER_DEVICE void weigh(int r, const Col& col, bool keep, float& p, float& m, float& l, float& factor) {
     float s = p * params_.variant.sm_scale;
     if constexpr (Variant::kLogits || Variant::kMask) {
@@ -225,8 +237,8 @@ class SimtAttention {
   }
 
   template <int kRows>
-  JAXINFER_DEVICE void add_values(int begin, int offset, const float (&p)[kRows], const float (&factor)[kRows],
-                                  float (&o)[kRows][kPieces][kPerChunk]) {
+  JAXINFER_DEVICE void add_values(int begin, int offset, const float (&p)[kRows],
+                                  const float (&factor)[kRows], float (&o)[kRows][kPieces][kPerChunk]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -267,7 +279,8 @@ class SimtAttention {
   }
 
   template <int kRows>
-  JAXINFER_DEVICE void keep_state(float (&m)[kRows], float (&l)[kRows], float (&o)[kRows][kPieces][kPerChunk]) {
+  JAXINFER_DEVICE void keep_state(float (&m)[kRows], float (&l)[kRows],
+                                  float (&o)[kRows][kPieces][kPerChunk]) {
     float* const sums = reinterpret_cast<float*>(memory_ + Shared::kMerge);
     float2* const states = reinterpret_cast<float2*>(memory_ + Shared::kMergeState);
 #pragma unroll
@@ -311,11 +324,12 @@ class SimtAttention {
       for (int w = 0; w < Config::kStreams; ++w) m = fmaxf(m, states[w * kSimtMaxRows + r].x);
 #pragma unroll
       for (int w = 0; w < Config::kStreams; ++w) {
-        weight[w] = Variant::kSoftmax ? rescale_factor(states[w * kSimtMaxRows + r].x, 1.0f, finite_max(m)) : 1.0f;
+        weight[w] =
+            Variant::kSoftmax ? rescale_factor(states[w * kSimtMaxRows + r].x, 1.0f, finite_max(m)) : 1.0f;
         l = fmaf(weight[w], states[w * kSimtMaxRows + r].y, l);
       }
-      // A row that saw nothing has o = 0 exactly, whatever its sums hold.
-      const float inverse = !Variant::kSoftmax ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l;
+      // A row that saw nothing has o = 0 exactly, whatever its sums hold. Partial sums stay undivided.
+      const float inverse = !Variant::kSoftmax || !final ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l;
       float x[kPerChunk] = {};
 #pragma unroll
       for (int w = 0; w < Config::kStreams; ++w) {
@@ -327,7 +341,12 @@ class SimtAttention {
       for (int e = 0; e < kPerChunk; ++e) x[e] *= inverse;
       const int64_t at = int64_t{final ? token_ : item.out} * params_.num_qo_heads + first_head_ + r;
       if (Variant::kSoftmax && chunk == 0) {
-        (final ? params_.lse : params_.partial_lse)[at] = natural_lse(m, 1.0f, l);
+        if (final) {
+          params_.lse[at] = natural_lse(m, 1.0f, l);
+        } else {
+          params_.partial_max[at] = m;
+          params_.partial_sum[at] = l;
+        }
       }
       if (final) {
         if constexpr (Variant::kOutput) {

@@ -1,5 +1,6 @@
-// The two matrix products of a KV block on tensor cores (mma.sync m16n8k16), and the fragments they work on. Rows of
-// fragment f of a warp are 16f + lane / 4 and 8 more; columns of piece j are 8j + 2 (lane % 4) and the next.
+// The two matrix products of a KV block on tensor cores (mma.sync m16n8k16), and the fragments they work on.
+// Rows of fragment f of a warp are 16f + lane / 4 and 8 more; columns of piece j are 8j + 2 (lane % 4) and
+// the next.
 #pragma once
 
 #include "kernels/gather.cuh"
@@ -7,11 +8,12 @@
 namespace jaxinfer {
 
 // Addresses of a lane's rows for ldmatrix. A chunk number 2i + b (b this lane's) combined with the phase is
-// (2i) ^ (b ^ phase), which only changes bits 5 and 6 of an address: one register and constants make every address.
+// (2i) ^ (b ^ phase), which only changes bits 5 and 6 of an address: one register and constants make every
+// address.
 template <int kChunks>
 struct MatrixAddress {
-  uint32_t row;   // offset of the row
-  uint32_t low;   // (b ^ phase) * 16
+  uint32_t row;  // offset of the row
+  uint32_t low;  // (b ^ phase) * 16
 
   // `lane_row`: this lane's row, less than 16; `odd`: whether this lane reads odd chunks.
   JAXINFER_DEVICE MatrixAddress(int lane_row, int odd)
@@ -20,7 +22,8 @@ struct MatrixAddress {
   // Address for chunks 2 * pair and 2 * pair + 1 of the rows from 16 * block on; `tile` is a multiple of 128.
   JAXINFER_DEVICE uint32_t at(uint32_t tile, int block, int pair) const {
     const uint32_t change = (pair & 3) << 5;
-    // Rows of 192 bytes begin at odd multiples of 64, so there the row's own bits must stay out of the combination.
+    // Rows of 192 bytes begin at odd multiples of 64, so there the row's own bits must stay out of the
+    // combination.
     const uint32_t first = kChunks % 8 == 0 ? (tile + row + low) ^ change : tile + row + (low ^ change);
     return first + (pair >> 2) * 128 + block * (16 * RowTile<kChunks>::kPitch);
   }
@@ -63,8 +66,9 @@ class QueryFragments {
 
 // s = Q K^T for the kBlockKV columns of a K tile.
 template <class Config, int kFragments, int kColumns>
-JAXINFER_DEVICE void multiply_qk(const QueryFragments<Config>& query, const MatrixAddress<Config::kHeadDimQk / 8>& rows,
-                                 uint32_t k_tile, float (&s)[kFragments][kColumns][4]) {
+JAXINFER_DEVICE void multiply_qk(const QueryFragments<Config>& query,
+                                 const MatrixAddress<Config::kHeadDimQk / 8>& rows, uint32_t k_tile,
+                                 float (&s)[kFragments][kColumns][4]) {
   using Type = Element<Config::kDType>;
   // With few columns the chain of dependent products is what takes time: two sets of sums halve it.
   constexpr int kSets = kFragments * kColumns <= 2 ? 2 : 1;
@@ -121,7 +125,7 @@ JAXINFER_DEVICE void multiply_pv(const float (&s)[kFragments][kColumns][4],
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float(&x)[4] = s[f][2 * block + half];
+        const float (&x)[4] = s[f][2 * block + half];
         a[f][2 * half] = Type::pack_pair(x[0], x[1]);
         a[f][2 * half + 1] = Type::pack_pair(x[2], x[3]);
       }

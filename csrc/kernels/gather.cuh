@@ -1,13 +1,13 @@
-// Where K and V rows lie and how blocks of them reach shared memory: the only header that knows pages, layers, strides
-// and contiguous caches. No math; nothing here depends on the attention rules.
+// Where K and V rows lie and how blocks of them reach shared memory: the only header that knows pages,
+// layers, strides and contiguous caches. No math; nothing here depends on the attention rules.
 #pragma once
 
 #include "kernels/work.cuh"
 
 namespace jaxinfer {
 
-// A tile of rows in shared memory, kChunks pieces of 16 bytes each, swizzled so that eight rows at one column of chunks
-// lie in different banks: for ldmatrix, for copies and for plain 16-byte reads.
+// A tile of rows in shared memory, kChunks pieces of 16 bytes each, swizzled so that eight rows at one column
+// of chunks lie in different banks: for ldmatrix, for copies and for plain 16-byte reads.
 template <int kChunks>
 struct RowTile {
   static_assert(kChunks % 8 == 0 || kChunks == 12, "rows are whole multiples of 128 bytes, or 192");
@@ -20,8 +20,9 @@ struct RowTile {
   }
 };
 
-// Sizes of a ring of KV blocks. A stream is a group of kWarpsM warps that share one ring and read the same blocks;
-// stream s of an item reads blocks s, s + kStreams, ... Everything that a stream needs is private to it.
+// Sizes of a ring of KV blocks. A stream is a group of kWarpsM warps that share one ring and read the same
+// blocks; stream s of an item reads blocks s, s + kStreams, ... Everything that a stream needs is private to
+// it.
 template <class Config>
 struct RingShape {
   using Type = Element<Config::kDType>;
@@ -36,7 +37,8 @@ struct RingShape {
   // Per stage one word of present columns for every loading warp, and the columns' positions.
   static constexpr int kPresentBytes = kStages * Config::kWarpsM * 4;
   static constexpr int kPositionBytes = kStages * Config::kBlockKV * 4;
-  static_assert(kRowsPerWarp * Config::kWarpsM == Config::kBlockKV && kRowsPerWarp <= 32, "rows per loading warp");
+  static_assert(kRowsPerWarp * Config::kWarpsM == Config::kBlockKV && kRowsPerWarp <= 32,
+                "rows per loading warp");
 };
 
 // Loads the blocks of a CTA's items in order, ahead of their use and across the borders of items.
@@ -44,13 +46,15 @@ template <class Config>
 class KvRing {
   using Shape = RingShape<Config>;
   using Type = Element<Config::kDType>;
-  // Packed tiles of short queries are the only readers of their K and V; of long queries many tiles read the same.
+  // Packed tiles of short queries are the only readers of their K and V; of long queries many tiles read the
+  // same.
   static constexpr bool kReadOnce = Config::kPacked && Config::kTile < 128;
 
  public:
   // `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
-  JAXINFER_DEVICE KvRing(const AttentionParams& params, int cls, int passes, const CtaState& cta, WarpState& state,
-                         uint32_t data, uint32_t* present, int* positions, int stream, int warp, int lane)
+  JAXINFER_DEVICE KvRing(const AttentionParams& params, int cls, int passes, const CtaState& cta,
+                         WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
+                         int warp, int lane)
       : params_(params),
         cursor_(params, cls, Config::kPacked, passes, state.loading),
         cta_(cta),
@@ -114,7 +118,8 @@ class KvRing {
   // Index in the row's list of this lane's row of the next block.
   JAXINFER_DEVICE int lane_index() const { return begin_ + warp_ * Shape::kRowsPerWarp + lane_; }
 
-  // Reads the page id of this lane's row of the next block: early, because the copies of that block wait for it.
+  // Reads the page id of this lane's row of the next block: early, because the copies of that block wait for
+  // it.
   JAXINFER_DEVICE void look_up() {
     if constexpr (!Config::kContiguous) {
       page_ = -1;
@@ -171,17 +176,17 @@ class KvRing {
     }
   }
 
-  // Chunks beyond the true head dim and rows that are not there become zeros: what the pool or shared memory holds
-  // there may be NaN, and 0 * NaN would reach the sums.
+  // Chunks beyond the true head dim and rows that are not there become zeros: what the pool or shared memory
+  // holds there may be NaN, and 0 * NaN would reach the sums.
   template <int kChunks>
-  JAXINFER_DEVICE void copy_row(uint32_t tile, int row, int column, const char* from, bool row_present, int chunks,
-                                uint64_t policy) {
+  JAXINFER_DEVICE void copy_row(uint32_t tile, int row, int column, const char* from, bool row_present,
+                                int chunks, uint64_t policy) {
 #pragma unroll
     for (int first = 0; first < kChunks; first += 8) {
       const int chunk = first + column;
       if (kChunks % 8 != 0 && chunk >= kChunks) continue;
-      copy_async(tile + RowTile<kChunks>::offset(row, chunk), from + chunk * 16, row_present && chunk < chunks,
-                 policy);
+      copy_async(tile + RowTile<kChunks>::offset(row, chunk), from + chunk * 16,
+                 row_present && chunk < chunks, policy);
     }
   }
 
@@ -195,7 +200,7 @@ class KvRing {
   int stream_;
   int warp_;
   int lane_;
-  int begin_;  // index of the next block's first column in the row's list; -1 behind the last block
+  int begin_;      // index of the next block's first column in the row's list; -1 behind the last block
   int page_ = -1;  // page id of this lane's row of the next block, or -1; not used when contiguous
 };
 

@@ -1,5 +1,5 @@
-// Merges the partial states that an attention kernel left: one warp per (merge entry, query head), the entry's slots in
-// ascending KV position. Writes the final o and lse; without softmax partial results add up.
+// Merges the partial states that an attention kernel left: one warp per (merge entry, query head), the
+// entry's slots in ascending KV position. Writes the final o and lse; without softmax partial results add up.
 #pragma once
 
 #include "kernels/variant.cuh"
@@ -17,7 +17,8 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
   const int num_heads = params.num_qo_heads;
   const int64_t num_rows = int64_t{plan[kHeaderNumMerge]} * num_heads;
   const int64_t stride = int64_t{gridDim.x} * (Config::kNumThreads / 32);
-  for (int64_t i = int64_t{blockIdx.x} * (Config::kNumThreads / 32) + (threadIdx.x >> 5); i < num_rows; i += stride) {
+  for (int64_t i = int64_t{blockIdx.x} * (Config::kNumThreads / 32) + (threadIdx.x >> 5); i < num_rows;
+       i += stride) {
     const int entry = static_cast<int>(i / num_heads);
     const int head = static_cast<int>(i - int64_t{entry} * num_heads);
     const int begin = merge_indptr[entry];
@@ -25,7 +26,7 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
     float m = -infinity();
     if constexpr (Variant::kSoftmax) {
       for (int s = begin + lane; s < end; s += 32) {
-        m = fmaxf(m, params.partial_lse[int64_t{merge_slots[s]} * num_heads + head]);
+        m = fmaxf(m, params.partial_max[int64_t{merge_slots[s]} * num_heads + head]);
       }
 #pragma unroll
       for (int mask = 1; mask < 32; mask *= 2) m = fmaxf(m, shuffle_xor(m, mask));
@@ -38,10 +39,10 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
       float weight = 1.0f;
       bool empty = false;
       if constexpr (Variant::kSoftmax) {
-        const float lse = params.partial_lse[at];
-        empty = lse == -infinity();  // left out by selection: whatever its o holds cannot leak
-        weight = empty ? 0.0f : exp2_fast((lse - m) * kLog2e);
-        total += weight;
+        const float sum = params.partial_sum[at];
+        empty = sum == 0.0f;  // left out by selection: whatever its o holds cannot leak
+        weight = empty ? 0.0f : exp2_fast(params.partial_max[at] - m);
+        total = empty ? total : fmaf(weight, sum, total);
       }
       const float4* const from = reinterpret_cast<const float4*>(params.partial_o + at * params.head_dim_vo);
 #pragma unroll
@@ -60,7 +61,7 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
     float inverse = 1.0f;
     if constexpr (Variant::kSoftmax) {
       inverse = total == 0.0f ? 0.0f : 1.0f / total;
-      if (lane == 0) params.lse[row] = total == 0.0f ? -infinity() : m + log2_fast(total) * kLn2;
+      if (lane == 0) params.lse[row] = total == 0.0f ? -infinity() : (m + log2_fast(total)) * kLn2;
     }
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {

@@ -1,5 +1,5 @@
-// The PTX that kernels use, one wrapper each: asynchronous copies, matrix fragments, barriers, fast math, and element
-// types. No attention here. Needs no CUDA header, so that NVRTC compiles it alone.
+// The PTX that kernels use, one wrapper each: asynchronous copies, matrix fragments, barriers, fast math, and
+// element types. No attention here. Needs no CUDA header, so that NVRTC compiles it alone.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,9 @@ constexpr uint32_t kFullWarp = 0xffffffffu;
 constexpr int32_t kInt32Max = 2147483647;
 constexpr int32_t kInt32Min = -2147483647 - 1;
 
-JAXINFER_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+JAXINFER_DEVICE float infinity() {
+  return __int_as_float(0x7f800000);
+}
 
 // One of two types.
 template <bool kCondition, class A, class B>
@@ -28,7 +30,8 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-// threadIdx.x, read again at every use: what is computed from it in rarely run code must not stay in registers.
+// threadIdx.x, read again at every use: what is computed from it in rarely run code must not stay in
+// registers.
 JAXINFER_DEVICE int fresh_thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -65,11 +68,13 @@ JAXINFER_DEVICE float4 load_shared_float4(uint32_t from) {
 // Copies 16 bytes, or writes 16 zero bytes when `present` is false; then `from` is not read.
 JAXINFER_DEVICE void copy_async(uint32_t to, const void* from, bool present, uint64_t policy) {
   const uint32_t bytes = present ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-               "r"(bytes), "l"(policy)
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to),
+               "l"(from), "r"(bytes), "l"(policy)
                : "memory");
 }
-JAXINFER_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+JAXINFER_DEVICE void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until at most kPending of this thread's latest groups are unfinished.
 template <int kPending>
@@ -91,7 +96,9 @@ JAXINFER_DEVICE uint64_t make_policy(bool read_once) {
 // ---- barriers ----
 
 // All threads of the CTA.
-JAXINFER_DEVICE void cta_barrier() { __syncthreads(); }
+JAXINFER_DEVICE void cta_barrier() {
+  __syncthreads();
+}
 
 // A group of `num_threads` threads (whole warps) under barrier `id`; 0 is the CTA's own.
 JAXINFER_DEVICE void group_barrier(int id, int num_threads) {
@@ -133,7 +140,9 @@ JAXINFER_DEVICE float reciprocal(float x) {
   return y;
 }
 
-JAXINFER_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(kFullWarp, x, mask); }
+JAXINFER_DEVICE float shuffle_xor(float x, int mask) {
+  return __shfl_xor_sync(kFullWarp, x, mask);
+}
 JAXINFER_DEVICE int64_t shuffle(int64_t x, int lane) {
   const uint32_t low = __shfl_sync(kFullWarp, static_cast<uint32_t>(x), lane);
   const uint32_t high = __shfl_sync(kFullWarp, static_cast<uint32_t>(static_cast<uint64_t>(x) >> 32), lane);
@@ -159,7 +168,8 @@ struct Element<DType::kF32> {
     x[3] = __uint_as_float(chunk.w);
   }
   static JAXINFER_DEVICE uint4 pack(const float (&x)[4]) {
-    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                      __float_as_uint(x[3]));
   }
 };
 

@@ -1,5 +1,5 @@
-// Online softmax of the rows that one thread holds, in base 2. Exponents are x * scale, where x are the raw values in
-// the score fragments; nothing here knows how they were made.
+// Online softmax of the rows that one thread holds, in base 2. Exponents are x * scale, where x are the raw
+// values in the score fragments; nothing here knows how they were made.
 #pragma once
 
 #include "kernels/ptx.cuh"
@@ -17,7 +17,9 @@ JAXINFER_DEVICE float quad_sum(float x) {
 }
 
 // Never -inf: a row that has seen nothing subtracts 0, because -inf - -inf is NaN.
-JAXINFER_DEVICE float finite_max(float m) { return m == -infinity() ? 0.0f : m; }
+JAXINFER_DEVICE float finite_max(float m) {
+  return m == -infinity() ? 0.0f : m;
+}
 
 // kRows rows of a thread: m is the largest x so far, l this thread's share of the sum of 2^((x - m) * scale).
 template <int kRows>
@@ -34,14 +36,15 @@ struct SoftmaxState {
   }
 };
 
-// Factor of sums that were taken relative to m, once they are relative to `shift` = finite_max(new m) * scale, rounded.
+// Factor of sums that were taken relative to m, once they are relative to `shift` = finite_max(new m) *
+// scale, rounded.
 // __fmul_rn keeps the products from being fused: every exponent must subtract the same rounded number.
 JAXINFER_DEVICE float rescale_factor(float m, float scale, float shift) {
   return m == -infinity() ? 0.0f : exp2_fast(__fmul_rn(m, scale) - shift);
 }
 
-// Scores to weights, in place: s[f][j][0..1] belong to row 2f, s[f][j][2..3] to row 2f + 1. factor[r] is what earlier
-// sums of the row must be multiplied by; `changed` is whether any of them is not 1.
+// Scores to weights, in place: s[f][j][0..1] belong to row 2f, s[f][j][2..3] to row 2f + 1. factor[r] is what
+// earlier sums of the row must be multiplied by; `changed` is whether any of them is not 1.
 template <int kFragments, int kColumns>
 JAXINFER_DEVICE bool update_softmax(float (&s)[kFragments][kColumns][4], float scale,
                                     SoftmaxState<2 * kFragments>& state, float (&factor)[2 * kFragments]) {

@@ -1,5 +1,6 @@
-// The functor contract between kernels and attention rules, and the built-in rules. Kernels call the holes below and
-// nothing else; causal and window rules are not holes, because they decide which KV blocks need a mask at all.
+// The functor contract between kernels and attention rules, and the built-in rules. Kernels call the holes
+// below and nothing else; causal and window rules are not holes, because they decide which KV blocks need a
+// mask at all.
 //
 // What a translation unit holds, in this order:
 //   #include "params.h"
@@ -7,20 +8,21 @@
 //   #include "kernels/attention_mma.cuh"                       or attention_simt, merge
 //   namespace jaxinfer { struct Config {...}; struct Variant : BuiltinVariant<Config> {...}; }
 //   extern "C" __global__ ... jaxinfer_attention_mma(params, cls, operands)
-// Config holds kDType, kHeadDimQk and kHeadDimVo (padded), kTile, kPacked, kContiguous, kRules, kNumThreads, kMinCtas,
-// kSmemBytes and the tile table's constants (jaxinfer/jit/tiles.py).
+// Config holds kDType, kHeadDimQk and kHeadDimVo (padded), kTile, kPacked, kContiguous, kRules, kNumThreads,
+// kMinCtas, kSmemBytes and the tile table's constants (jaxinfer/jit/tiles.py).
 //
 // A variant has
-//   Variant(const AttentionParams&, const VariantOperands&, const Row&)      scalars to registers, once per row
-//   float logits(float s, const Row&, const Col&) const                      s = sm_scale * q.k, before masking
-//   bool mask(const Row&, const Col&) const                                  true = may attend
+//   Variant(const AttentionParams&, const VariantOperands&, const Row&)      scalars to registers, once per
+//   row float logits(float s, const Row&, const Col&) const                      s = sm_scale * q.k, before
+//   masking bool mask(const Row&, const Col&) const                                  true = may attend
 //   template <int kCount> void query(float (&x)[kCount], int dim, const Row&) const
 //   template <int kCount> void key(float (&x)[kCount], int dim, const Row&, const Col&) const      and value
 //   template <int kCount> void output(float (&x)[kCount], int dim, const Row&) const
-// The last four see kCount consecutive elements of a row, from element `dim` on, and change them in place. Query, key
-// and value see them before they are used, rounded to the element type afterwards; key and value get any row of the
-// item (its request and kv_head hold, its query token does not matter). Output sees the final normalised row.
-// A hole whose flag (kLogits, kMask, kQuery, kKey, kValue, kOutput) is false is never called and costs nothing.
+// The last four see kCount consecutive elements of a row, from element `dim` on, and change them in place.
+// Query, key and value see them before they are used, rounded to the element type afterwards; key and value
+// get any row of the item (its request and kv_head hold, its query token does not matter). Output sees the
+// final normalised row. A hole whose flag (kLogits, kMask, kQuery, kKey, kValue, kOutput) is false is never
+// called and costs nothing.
 #pragma once
 
 #include "kernels/ptx.cuh"
@@ -54,8 +56,7 @@ struct SoftCap {
     const float large = 1.0f - 2.0f * reciprocal(exp2_fast(a * (2.0f * kLog2e)) + 1.0f);
     // There the difference cancels near 0, so the series takes over: the next term is under 2e-7 relative.
     const float z = x * x;
-    const float series =
-        fmaf(z, fmaf(z, fmaf(z, -0.053968254f, 0.13333334f), -0.33333334f), 1.0f) * s;
+    const float series = fmaf(z, fmaf(z, fmaf(z, -0.053968254f, 0.13333334f), -0.33333334f), 1.0f) * s;
     return a < 0.22f ? series : copysignf(large * cap, s);
   }
 };
@@ -88,11 +89,15 @@ struct NoMaskRow {
 JAXINFER_DEVICE SoftCap make_soft_cap(const VariantParams& params, SoftCap*) {
   return SoftCap{params.logits_soft_cap, 1.0f / params.logits_soft_cap};
 }
-JAXINFER_DEVICE NoSoftCap make_soft_cap(const VariantParams&, NoSoftCap*) { return NoSoftCap{}; }
+JAXINFER_DEVICE NoSoftCap make_soft_cap(const VariantParams&, NoSoftCap*) {
+  return NoSoftCap{};
+}
 JAXINFER_DEVICE MaskRow make_mask_row(const VariantParams& params, const Row& row, MaskRow*) {
   return MaskRow(params, row);
 }
-JAXINFER_DEVICE NoMaskRow make_mask_row(const VariantParams&, const Row&, NoMaskRow*) { return NoMaskRow{}; }
+JAXINFER_DEVICE NoMaskRow make_mask_row(const VariantParams&, const Row&, NoMaskRow*) {
+  return NoMaskRow{};
+}
 
 // The rules of Config::kRules; a rule that is off leaves no trace in registers or code.
 template <class Config>

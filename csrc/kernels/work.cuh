@@ -28,8 +28,8 @@ JAXINFER_DEVICE bool is_compute_bound(int tile, bool packed, int group_size) {
   return tile == 192 || (tile == 128 && !(packed && tile / group_size == 1));
 }
 
-// Where a warp stands in the items of its CTA's workers. It lies in shared memory: most of it is only needed when an
-// item ends, and registers are what bounds the tiles.
+// Where a warp stands in the items of its CTA's workers. It lies in shared memory: most of it is only needed
+// when an item ends, and registers are what bounds the tiles.
 struct CursorState {
   Item item;
   int head;  // of the class: a KV head when packed, else a query head
@@ -39,10 +39,12 @@ struct CursorState {
   int end;
 };
 
-// Walks the items of this CTA's workers in order; every item is visited `passes` times in a row. By whole warps.
+// Walks the items of this CTA's workers in order; every item is visited `passes` times in a row. By whole
+// warps.
 class ItemCursor {
  public:
-  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, bool packed, int passes, CursorState& state)
+  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, bool packed, int passes,
+                             CursorState& state)
       : params_(params), state_(state), cls_(cls), passes_(passes), packed_(packed) {
     state_.worker = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     state_.next = state_.end = 0;
@@ -90,7 +92,8 @@ class ItemCursor {
     ++s.next;
     s.item = Item{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     // A layer outside the pool: every token gets the empty state.
-    const bool layer_exists = params_.layer == nullptr || (*params_.layer >= 0 && *params_.layer < params_.num_layers);
+    const bool layer_exists =
+        params_.layer == nullptr || (*params_.layer >= 0 && *params_.layer < params_.num_layers);
     if (!layer_exists || s.item.bsr_row < 0) s.item.kv_end = s.item.kv_begin;
     return true;
   }
@@ -127,7 +130,8 @@ JAXINFER_DEVICE void fill_cta_state(const AttentionParams& params, CtaState& sta
   cta_barrier();
 }
 
-// The query rows of an item: packed, row i is token i / group_size and query head i % group_size of the KV head.
+// The query rows of an item: packed, row i is token i / group_size and query head i % group_size of the KV
+// head.
 template <bool kPacked>
 struct ItemRows {
   const CursorState& state;

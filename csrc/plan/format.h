@@ -1,5 +1,6 @@
-// The packed plan: one int32 array that says which CTA does which piece of work and how partial results merge.
-// This header is the only place that knows where each part lies. It holds no scheduling decisions (planner.h).
+// The packed plan: one int32 array that says which CTA does which piece of work and how partial results
+// merge. This header is the only place that knows where each part lies. It holds no scheduling decisions
+// (planner.h).
 //
 //   header[16] | per class: queue_indptr[num_queues + 1], padded to 16 bytes; items[item_capacity] |
 //   merge_token[M], merge_indptr[M + 1], merge_slots[S]        (M = merge_capacity, S = slot_capacity)
@@ -19,14 +20,15 @@ constexpr int32_t kMaxItemTokens = 65535;  // what the token count in Item::flag
 // Words of the header. Words not named here are zero.
 enum HeaderWord : int32_t {
   kHeaderVersion = 0,
-  kHeaderNumTokens = 1,   // capacity, padding included
+  kHeaderNumTokens = 1,  // capacity, padding included
   kHeaderNumClasses = 2,
-  kHeaderNumSlots = 3,    // partial slots in use
-  kHeaderNumMerge = 4,    // merge entries in use
-  kHeaderNumItems = 5,    // [kMaxClasses] items in use, one word per class
+  kHeaderNumSlots = 3,  // partial slots in use
+  kHeaderNumMerge = 4,  // merge entries in use
+  kHeaderNumItems = 5,  // [kMaxClasses] items in use, one word per class
 };
 
-// One piece of work: some tokens of one BSR row against a range of the row's KV tokens, for one head of the class.
+// One piece of work: some tokens of one BSR row against a range of the row's KV tokens, for one head of the
+// class.
 struct Item {
   int32_t token_begin;  // first query token
   int32_t kv_begin;     // KV tokens [kv_begin, kv_end), counted inside the BSR row's list
@@ -43,13 +45,14 @@ static_assert(sizeof(Item) == 32, "an item is eight words");
 
 // Static facts of one tile class and where its parts start.
 struct ClassFormat {
-  int32_t tile;           // query rows of a tile
-  int32_t packed;         // 1: rows are tokens x group_size heads, workers are queues x KV heads; 0: one query head
-  int32_t num_queues;     // static capacity; queues may be empty
-  int32_t num_ctas;       // CTAs of the launch; CTA c runs workers c, c + num_ctas, ...
+  int32_t tile;    // query rows of a tile
+  int32_t packed;  // 1: rows are tokens x group_size heads, workers are queues x KV heads; 0: one query head
+  int32_t num_queues;  // static capacity; queues may be empty
+  int32_t num_ctas;    // CTAs of the launch; CTA c runs workers c, c + num_ctas, ...
   int32_t item_capacity;
-  int64_t queue_indptr;   // word offset of queue_indptr[num_queues + 1]: items [indptr[i], indptr[i + 1]) of queue i
-  int64_t items;          // word offset of items[item_capacity], a multiple of 4
+  int64_t queue_indptr;  // word offset of queue_indptr[num_queues + 1]: items [indptr[i], indptr[i + 1]) of
+                         // queue i
+  int64_t items;         // word offset of items[item_capacity], a multiple of 4
 
   // Whole query tokens that one tile holds.
   int32_t tokens_per_tile(int32_t group_size) const {
@@ -63,10 +66,10 @@ struct PlanFormat {
   ClassFormat classes[kMaxClasses];
   int32_t merge_capacity;
   int32_t slot_capacity;
-  int64_t merge_token;   // word offsets of the merge list
+  int64_t merge_token;  // word offsets of the merge list
   int64_t merge_indptr;
   int64_t merge_slots;
-  int64_t num_words;     // size of the packed array
+  int64_t num_words;  // size of the packed array
 
   const Item* items(const int32_t* plan, int32_t c) const {
     return reinterpret_cast<const Item*>(plan + classes[c].items);

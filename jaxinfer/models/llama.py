@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxinfer
+from jaxinfer._typing import Array, Float
 from jaxinfer.models.config import LlamaConfig
 from jaxinfer.models.params import Params
 from jaxinfer.rope import apply_rope, rope_cos_sin, rope_frequencies
@@ -123,7 +124,7 @@ def forward(
     return _rms_norm(x, params["final_norm"], config.rms_norm_eps), k_pages, v_pages
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
+def logits(params: Params, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
     """float32 logits `[rows, vocab_size]` of hidden states `[rows, hidden_size]` that `forward` returned."""
     head = params["lm_head"] if "lm_head" in params else params["embed"]
     return _dot(hidden, head)
@@ -131,25 +132,29 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
 
 def new_pools(
     config: LlamaConfig, num_pages: int, page_size: int, dtype: np.dtype[np.generic]
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "layers pages page heads dim"], Float[Array, "layers pages page heads dim"]]:
     """Zeroed `(k_pages, v_pages)` for all layers."""
     shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def _rms_norm(
+    x: Float[Array, "tokens hidden"], weight: Float[Array, " hidden"], eps: float
+) -> Float[Array, "tokens hidden"]:
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return y.astype(x.dtype) * weight
 
 
-def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+def _dot(x: Float[Array, "tokens ins"], w: Float[Array, "outs ins"]) -> Float[Array, "tokens outs"]:
     """`x [tokens, in]` times `w [out, in]`, float32 `[tokens, out]`."""
     return jnp.einsum(
         "ti,oi->to", x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
 
 
-def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _linear(
+    x: Float[Array, "tokens ins"], w: Float[Array, "outs ins"], bias: Float[Array, " outs"] | None
+) -> Float[Array, "tokens outs"]:
     y = _dot(x, w)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)

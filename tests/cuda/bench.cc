@@ -32,11 +32,12 @@ void fill_random(const Buffer& buffer, DType dtype) {
     std::vector<float> table(1 << 16);
     for (float& x : table) x = normal(rng);
     const size_t size = element_size(dtype);
-    for (size_t i = 0; i < pattern.size() / size; ++i) put_element(dtype, table[rng() & 0xffff], &pattern[i * size]);
+    for (size_t i = 0; i < pattern.size() / size; ++i)
+      put_element(dtype, table[rng() & 0xffff], &pattern[i * size]);
   }
   for (size_t at = 0; at < buffer.bytes(); at += pattern.size()) {
-    CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern.data(), std::min(pattern.size(), buffer.bytes() - at),
-                          cudaMemcpyHostToDevice));
+    CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern.data(),
+                          std::min(pattern.size(), buffer.bytes() - at), cudaMemcpyHostToDevice));
   }
 }
 
@@ -100,7 +101,8 @@ void run_one(const Kernels& kernels, const BenchCase& bench) {
   a.q_pos = d_pos.as<int32_t>();
   const int64_t heads = int64_t{num_tokens} * o.num_qo_heads;
   const int64_t k_bytes = num_pages * a.k_strides.page * size, v_bytes = num_pages * a.v_strides.page * size;
-  const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{300} << 20) / (k_bytes + v_bytes) + 1, 1, 16));
+  const int sets =
+      static_cast<int>(std::clamp<int64_t>((int64_t{300} << 20) / (k_bytes + v_bytes) + 1, 1, 16));
   std::vector<Buffer> q, k, v, out;
   for (int i = 0; i < sets; ++i) {
     q.emplace_back(heads * o.head_dim_qk * size);
@@ -112,10 +114,12 @@ void run_one(const Kernels& kernels, const BenchCase& bench) {
     fill_random(v.back(), o.dtype);
   }
   Buffer lse(heads * 4), partial_o(int64_t{a.format.slot_capacity} * o.num_qo_heads * o.head_dim_vo * 4),
-      partial_lse(int64_t{a.format.slot_capacity} * o.num_qo_heads * 4);
+      partial_max(int64_t{a.format.slot_capacity} * o.num_qo_heads * 4),
+      partial_sum(int64_t{a.format.slot_capacity} * o.num_qo_heads * 4);
   a.lse = lse.as<float>();
   a.partial_o = partial_o.as<float>();
-  a.partial_lse = partial_lse.as<float>();
+  a.partial_max = partial_max.as<float>();
+  a.partial_sum = partial_sum.as<float>();
   cudaStream_t stream;
   CHECK_CUDA(cudaStreamCreate(&stream));
   cudaEvent_t begin, end;
@@ -157,8 +161,8 @@ void run_one(const Kernels& kernels, const BenchCase& bench) {
   const double bytes = kv_tokens * o.num_kv_heads * (o.head_dim_qk + o.head_dim_vo) * size;
   const double flops = 2.0 * pairs * o.num_qo_heads * (o.head_dim_qk + o.head_dim_vo);
   std::printf("BENCH %-44s %9.1f us  (min %.1f)  %6.3f TB/s of K,V  %6.1f TFLOP/s  slots %d merges %d\n",
-              bench.name.c_str(), us, times[0] * 1e3, bytes / us * 1e-6, flops / us * 1e-6, plan[kHeaderNumSlots],
-              plan[kHeaderNumMerge]);
+              bench.name.c_str(), us, times[0] * 1e3, bytes / us * 1e-6, flops / us * 1e-6,
+              plan[kHeaderNumSlots], plan[kHeaderNumMerge]);
   std::fflush(stdout);
   cudaGraphExecDestroy(exec);
   cudaGraphDestroy(graph);
@@ -191,8 +195,8 @@ AttentionParams spec_params(const Options& o) {
 
 std::vector<BenchCase> make_bench_cases() {
   std::vector<BenchCase> all;
-  auto make = [&](const std::string& name, bool decode, int qk, int vo, TileClass cls, int num_ctas, int qo, int kv,
-                  int page_size, std::vector<std::pair<int, int>> rows, uint32_t rules = kCausal,
+  auto make = [&](const std::string& name, bool decode, int qk, int vo, TileClass cls, int num_ctas, int qo,
+                  int kv, int page_size, std::vector<std::pair<int, int>> rows, uint32_t rules = kCausal,
                   DType dtype = DType::kBF16) {
     Options o;
     o.dtype = dtype;
@@ -217,7 +221,8 @@ std::vector<BenchCase> make_bench_cases() {
   make("decode 64x2048 page16 t32", true, 128, 128, t32, 264, 32, 8, 16, Rows(64, {1, 2048}));
   make("decode 64x2048 page16 t64", true, 128, 128, t64, 264, 32, 8, 16, Rows(64, {1, 2048}));
   make("decode 64x2048 page16 t1 bf16", true, 128, 128, t1, 264, 32, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64x2048 page16 t1 f32", true, 128, 128, t1, 264, 32, 8, 16, Rows(64, {1, 2048}), kCausal, DType::kF32);
+  make("decode 64x2048 page16 t1 f32", true, 128, 128, t1, 264, 32, 8, 16, Rows(64, {1, 2048}), kCausal,
+       DType::kF32);
   make("decode 64x2048 page16 t1 bf16 32/32", true, 128, 128, t1, 264, 32, 32, 16, Rows(16, {1, 2048}));
   make("decode 16x2048 page16 t16 32/32", true, 128, 128, t16, 264, 32, 32, 16, Rows(16, {1, 2048}));
   make("decode 64x2048 page16 t16 64/8", true, 128, 128, t16, 264, 64, 8, 16, Rows(64, {1, 2048}));
@@ -234,14 +239,16 @@ std::vector<BenchCase> make_bench_cases() {
   make("prefill 4x4096 causal contiguous 132", false, 128, 128, t128, 132, 32, 8, 0, Rows(4, {4096, 4096}));
   make("prefill 4x4096 causal page16", false, 128, 128, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}));
   make("prefill 4x4096 causal page1", false, 128, 128, t128, 264, 32, 8, 1, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 full contiguous", false, 128, 128, t128, 264, 32, 8, 0, Rows(4, {4096, 4096}), kRuleSoftmax);
+  make("prefill 4x4096 full contiguous", false, 128, 128, t128, 264, 32, 8, 0, Rows(4, {4096, 4096}),
+       kRuleSoftmax);
   make("prefill 1x16384 causal page16", false, 128, 128, t128, 264, 32, 8, 16, Rows(1, {16384, 16384}));
   make("prefill 4x4096 causal page16 t64", false, 128, 128, t64, 264, 32, 8, 16, Rows(4, {4096, 4096}));
   make("prefill 4x4096 causal page16 soft cap", false, 128, 128, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}),
        kCausal | kRuleSoftCap);
   make("prefill 4x4096 causal page16 d64", false, 64, 64, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}));
   make("prefill 4x4096 causal page16 d256", false, 256, 256, t128, 132, 16, 4, 16, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 causal page16 d192x128", false, 192, 128, t128, 264, 32, 32, 16, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal page16 d192x128", false, 192, 128, t128, 264, 32, 32, 16,
+       Rows(4, {4096, 4096}));
   return all;
 }
 

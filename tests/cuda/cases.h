@@ -1,5 +1,5 @@
-// The list of problems of the kernel test. Declared as data, so that the kernels they need can be listed and compiled
-// before anything runs.
+// The list of problems of the kernel test. Declared as data, so that the kernels they need can be listed and
+// compiled before anything runs.
 #pragma once
 
 #include <cstdio>
@@ -15,7 +15,8 @@ struct Case {
   Options options;
 };
 
-// Lengths for a tile that holds `tokens` query tokens: empty ones, single ones, partly filled blocks, several tiles.
+// Lengths for a tile that holds `tokens` query tokens: empty ones, single ones, partly filled blocks, several
+// tiles.
 inline std::vector<std::pair<int, int>> lengths(int tokens, int variant) {
   switch (variant % 4) {
     case 0:
@@ -51,7 +52,8 @@ class CaseList {
  public:
   std::vector<Case> cases;
 
-  // One compiled kernel, run on several problems: heads, page sizes, layouts and lengths change, the kernel does not.
+  // One compiled kernel, run on several problems: heads, page sizes, layouts and lengths change, the kernel
+  // does not.
   void add(Options o, int times = 4) {
     static constexpr int kPageSizes[] = {16, 1, 5, 64, 3, 32};
     const std::pair<int, int> kHeads[] = {{8, 2}, {4, 4}, {6, 2}, {16, 2}, {16, 1}, {12, 4}};
@@ -94,9 +96,11 @@ inline std::vector<Case> make_cases() {
   CaseList list;
   const DType bf16 = DType::kBF16, f16 = DType::kF16, f32 = DType::kF32;
   // Head dims and tiles. The true head dim is not always the padded one.
-  const std::pair<int, int> dims[] = {{64, 64}, {40, 56}, {96, 72}, {128, 128}, {104, 120}, {192, 192}, {256, 200}, {192, 128}};
+  const std::pair<int, int> dims[] = {{64, 64},   {40, 56},   {96, 72},   {128, 128},
+                                      {104, 120}, {192, 192}, {256, 200}, {192, 128}};
   for (const auto& [qk, vo] : dims) {
-    for (const int tile : {16, 32, 64, 128}) list.add(base(bf16, qk, vo, {{tile, true}}, kCausal), qk == 128 ? 8 : 3);
+    for (const int tile : {16, 32, 64, 128})
+      list.add(base(bf16, qk, vo, {{tile, true}}, kCausal), qk == 128 ? 8 : 3);
     list.add(base(f32, qk, vo, {{1, true}}, kCausal), 3);
   }
   for (const int tile : {16, 32, 64, 128}) list.add(base(f16, 128, 128, {{tile, true}}, kCausal), 4);
@@ -114,8 +118,13 @@ inline std::vector<Case> make_cases() {
   dense.contiguous = true;
   list.add(dense, 2);
   // Rules.
-  const uint32_t rule_sets[] = {kSm, kWindows, kSm | kRuleWindowLeft, kCausal | kRuleSoftCap, kSm | kRuleMask,
-                                kWindows | kRuleMask | kRuleSoftCap, uint32_t{kRuleCausal}};
+  const uint32_t rule_sets[] = {kSm,
+                                kWindows,
+                                kSm | kRuleWindowLeft,
+                                kCausal | kRuleSoftCap,
+                                kSm | kRuleMask,
+                                kWindows | kRuleMask | kRuleSoftCap,
+                                uint32_t{kRuleCausal}};
   for (const uint32_t rules : rule_sets) {
     for (const int tile : {16, 32, 64, 128}) list.add(base(bf16, 128, 128, {{tile, true}}, rules), 4);
     list.add(base(f32, 128, 128, {{1, true}}, rules), 4);

@@ -21,14 +21,14 @@ inline std::string& running() {
   return name;
 }
 
-#define CHECK_CUDA(call)                                                                              \
-  do {                                                                                                \
-    const cudaError_t status = (call);                                                                \
-    if (status != cudaSuccess) {                                                                      \
-      std::printf("FAIL in '%s': %s:%d %s: %s\n", ::jaxinfer::test::running().c_str(), __FILE__,       \
-                  __LINE__, #call, cudaGetErrorString(status));                                       \
-      std::exit(2);                                                                                   \
-    }                                                                                                 \
+#define CHECK_CUDA(call)                                                                                   \
+  do {                                                                                                     \
+    const cudaError_t status = (call);                                                                     \
+    if (status != cudaSuccess) {                                                                           \
+      std::printf("FAIL in '%s': %s:%d %s: %s\n", ::jaxinfer::test::running().c_str(), __FILE__, __LINE__, \
+                  #call, cudaGetErrorString(status));                                                      \
+      std::exit(2);                                                                                        \
+    }                                                                                                      \
   } while (0)
 
 inline int padded_head_dim(int d) {
@@ -50,14 +50,15 @@ inline std::string attention_spec(const AttentionParams& a, int cls) {
     << dtype_name(a.dtype) << "\",\"head_dim_qk\":" << padded_head_dim(a.head_dim_qk)
     << ",\"head_dim_vo\":" << padded_head_dim(a.head_dim_vo) << ",\"tile\":" << format.tile
     << ",\"packed\":" << (format.packed ? "true" : "false")
-    << ",\"contiguous\":" << (a.kv_indices == nullptr ? "true" : "false") << ",\"rules\":" << a.variant.rules << "}";
+    << ",\"contiguous\":" << (a.kv_indices == nullptr ? "true" : "false") << ",\"rules\":" << a.variant.rules
+    << "}";
   return s.str();
 }
 inline std::string merge_spec(const AttentionParams& a) {
   std::ostringstream s;
   s << "{\"kernel\":\"merge\",\"dtype\":\"" << dtype_name(a.dtype)
-    << "\",\"head_dim_vo\":" << padded_head_dim(a.head_dim_vo) << ",\"rules\":" << (a.variant.rules & kRuleSoftmax)
-    << "}";
+    << "\",\"head_dim_vo\":" << padded_head_dim(a.head_dim_vo)
+    << ",\"rules\":" << (a.variant.rules & kRuleSoftmax) << "}";
   return s.str();
 }
 inline std::string append_spec(DType dtype) {
@@ -85,7 +86,8 @@ class Kernels {
       std::getline(fields, threads, '\t');
       std::getline(fields, bytes, '\t');
       cudaLibrary_t library;
-      CHECK_CUDA(cudaLibraryLoadFromFile(&library, (folder + "/" + file).c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0));
+      CHECK_CUDA(cudaLibraryLoadFromFile(&library, (folder + "/" + file).c_str(), nullptr, nullptr, 0,
+                                         nullptr, nullptr, 0));
       LoadedKernel loaded{nullptr, std::stoi(threads), std::stoi(bytes)};
       CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, entry.c_str()));
       CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
@@ -140,7 +142,9 @@ class Buffer {
   Buffer(Buffer&& other) : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
   ~Buffer() { cudaFree(data_); }
   template <class T>
-  T* as() const { return static_cast<T*>(data_); }
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
   size_t bytes() const { return bytes_; }
   void fill(int byte) { CHECK_CUDA(cudaMemset(data_, byte, bytes_)); }
   void read(void* to) const { CHECK_CUDA(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost)); }

@@ -1,5 +1,5 @@
-// Random attention problems for the kernel test: layouts, poisoned caches, and plans made by the product's planner.
-// Knows no GPU.
+// Random attention problems for the kernel test: layouts, poisoned caches, and plans made by the product's
+// planner. Knows no GPU.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,9 @@ struct Options {
   float scale_k = 1.0;  // makes logits large
 };
 
-inline int element_size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+inline int element_size(DType dtype) {
+  return dtype == DType::kF32 ? 4 : 2;
+}
 
 inline uint16_t to_half(DType dtype, float x) {
   uint32_t bits;
@@ -192,7 +194,8 @@ inline Bytes make_pool(const Options& o, const Problem& p, int64_t num_pages, in
       const int64_t page = o.contiguous ? p.kv_start[r] + j : p.kv_indices[p.kv_start[r] + j / page_size];
       if (page < 0 || page >= num_pages) continue;
       for (int h = 0; h < o.num_kv_heads; ++h) {
-        const int64_t at = layer * s.layer + page * s.page + (o.contiguous ? 0 : j % page_size * s.token) + h * s.head;
+        const int64_t at =
+            layer * s.layer + page * s.page + (o.contiguous ? 0 : j % page_size * s.token) + h * s.head;
         for (int d = 0; d < head_dim; ++d) put_element(o.dtype, normal(rng) * scale, &pool[(at + d) * size]);
       }
     }

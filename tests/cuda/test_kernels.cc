@@ -1,5 +1,5 @@
-// Runs the CUDA kernels and the CPU executor on the same plans and compares. Built by build.py, which also compiles the
-// kernels that `--list` names.
+// Runs the CUDA kernels and the CPU executor on the same plans and compares. Built by build.py, which also
+// compiles the kernels that `--list` names.
 //
 //   test_kernels --list | FOLDER | FOLDER bench [filter]
 #include <cmath>
@@ -30,11 +30,13 @@ Result run_cpu(const Problem& p) {
   const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
   const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
   Result result{Bytes(heads * a.head_dim_vo * element_size(a.dtype), 0xff), std::vector<float>(heads, NAN)};
-  std::vector<float> partial_o(slots * a.head_dim_vo + 1, NAN), partial_lse(slots + 1, NAN);
+  std::vector<float> partial_o(slots * a.head_dim_vo + 1, NAN), partial_max(slots + 1, NAN),
+      partial_sum(slots + 1, NAN);
   a.o = result.o.data();
   a.lse = result.lse.data();
   a.partial_o = partial_o.data();
-  a.partial_lse = partial_lse.data();
+  a.partial_max = partial_max.data();
+  a.partial_sum = partial_sum.data();
   cpu::attention(a, serial);
   return result;
 }
@@ -44,10 +46,11 @@ Result run_gpu(const Kernels& kernels, const Problem& p) {
   const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
   const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
   Result result{Bytes(heads * a.head_dim_vo * element_size(a.dtype)), std::vector<float>(heads)};
-  Buffer q(p.q), k(p.k), v(p.v), layer(p.layer), plan(p.plan), kv_indices(p.kv_indices), kv_offset(p.kv_offset),
-      q_pos(p.q_pos), block_pos(p.block_pos), mask_bits(p.mask_bits), mask_indptr(p.mask_indptr), q_start(p.q_start),
-      kv_len(p.kv_len), o(result.o.size()), lse(heads * 4), partial_o(slots * a.head_dim_vo * 4), partial_lse(slots * 4);
-  for (Buffer* poisoned : {&o, &lse, &partial_o, &partial_lse}) poisoned->fill(0xff);
+  Buffer q(p.q), k(p.k), v(p.v), layer(p.layer), plan(p.plan), kv_indices(p.kv_indices),
+      kv_offset(p.kv_offset), q_pos(p.q_pos), block_pos(p.block_pos), mask_bits(p.mask_bits),
+      mask_indptr(p.mask_indptr), q_start(p.q_start), kv_len(p.kv_len), o(result.o.size()), lse(heads * 4),
+      partial_o(slots * a.head_dim_vo * 4), partial_max(slots * 4), partial_sum(slots * 4);
+  for (Buffer* poisoned : {&o, &lse, &partial_o, &partial_max, &partial_sum}) poisoned->fill(0xff);
   a.q = q.as<void>();
   a.k = k.as<void>();
   a.v = v.as<void>();
@@ -64,7 +67,8 @@ Result run_gpu(const Kernels& kernels, const Problem& p) {
   a.o = o.as<void>();
   a.lse = lse.as<float>();
   a.partial_o = partial_o.as<float>();
-  a.partial_lse = partial_lse.as<float>();
+  a.partial_max = partial_max.as<float>();
+  a.partial_sum = partial_sum.as<float>();
   launch_attention(kernels, a, nullptr);
   CHECK_CUDA(cudaDeviceSynchronize());
   o.read(result.o.data());
@@ -113,9 +117,11 @@ bool compare(const std::string& name, const Problem& p, const Result& want, cons
   const double error = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
   const double bound = a.dtype == DType::kF32 ? 2e-5 : a.dtype == DType::kF16 ? 1e-3 : 4e-3;
   const bool ok = not_finite == 0 && bad_empty == 0 && error < bound && worst_lse < 1e-3;
-  std::printf("%s %-78s o %.2e (row %.2e) lse %.1e", ok ? "PASS" : "FAIL", name.c_str(), error, worst_row, worst_lse);
+  std::printf("%s %-78s o %.2e (row %.2e) lse %.1e", ok ? "PASS" : "FAIL", name.c_str(), error, worst_row,
+              worst_lse);
   if (!ok) {
-    std::printf("  not finite %ld, wrong empty %ld", static_cast<long>(not_finite), static_cast<long>(bad_empty));
+    std::printf("  not finite %ld, wrong empty %ld", static_cast<long>(not_finite),
+                static_cast<long>(bad_empty));
     if (first_bad >= 0) {
       std::printf(", first at token %ld head %ld", static_cast<long>(first_bad / a.num_qo_heads),
                   static_cast<long>(first_bad % a.num_qo_heads));
@@ -156,7 +162,8 @@ bool test_append(const Kernels& kernels, DType dtype) {
         return x;
       };
       Bytes k = random(int64_t{num_tokens} * heads * qk), v = random(int64_t{num_tokens} * heads * vo);
-      Bytes k_pages = random(num_layers * a.k_strides.layer), v_pages = random(num_layers * a.v_strides.layer);
+      Bytes k_pages = random(num_layers * a.k_strides.layer),
+            v_pages = random(num_layers * a.v_strides.layer);
       Ints slots, layer{layer_index};
       for (int i = 0; i < num_tokens; ++i) slots.push_back((i * 3) % 60 - 2 + (i % 11 == 0 ? 2147480000 : 0));
       Buffer d_k(k), d_v(v), d_k_pages(k_pages), d_v_pages(v_pages), d_slots(slots), d_layer(layer);
@@ -197,7 +204,8 @@ int main(int argc, char** argv) {
       std::printf("%s\n", merge_spec(a).c_str());
     }
     for (const BenchCase& b : make_bench_cases()) {
-      std::printf("%s\n%s\n", attention_spec(spec_params(b.options), 0).c_str(), merge_spec(spec_params(b.options)).c_str());
+      std::printf("%s\n%s\n", attention_spec(spec_params(b.options), 0).c_str(),
+                  merge_spec(spec_params(b.options)).c_str());
     }
     for (const DType dtype : {DType::kBF16, DType::kF32}) std::printf("%s\n", append_spec(dtype).c_str());
     return 0;
@@ -236,4 +244,6 @@ int main(int argc, char** argv) {
 }  // namespace
 }  // namespace jaxinfer::test
 
-int main(int argc, char** argv) { return jaxinfer::test::main(argc, argv); }
+int main(int argc, char** argv) {
+  return jaxinfer::test::main(argc, argv);
+}
