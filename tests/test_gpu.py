@@ -8,139 +8,68 @@ files.
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-# A second process must find memory on the same GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import KINDS, Case, make_case
+from cases import KINDS
+from gpu_cases import TOLERANCE, check, draw_cases, long_case, run, run_python
 from jax import export
-from oracle import append_oracle, attention_oracle
+from oracle import append_oracle
 
 import jaxinfer
 from jaxinfer import Variant
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 4e-3}
-_programs: dict[Any, Callable[..., Any]] = {}
-
-
-def _program(case: Case, variant: Variant, implementation: str | None) -> Callable[..., Any]:
-    """The compiled call, shared by batches with the same static facts."""
-    key = (case.sm_scale, case.kv_layout, variant.softmax, implementation)
-    if key not in _programs:
-
-        def call(q: Any, k: Any, v: Any, layout: Any, plan: Any, variant: Any, layer: Any) -> Any:
-            return jaxinfer.attention(
-                q,
-                k,
-                v,
-                layout,
-                plan,
-                variant=variant,
-                sm_scale=case.sm_scale,
-                layer=layer,
-                kv_layout=case.kv_layout,
-                return_lse=variant.softmax,
-                implementation=implementation,
-            )
-
-        _programs[key] = jax.jit(call)
-    return _programs[key]
-
-
-def _run(case: Case, *, implementation: str | None = None, **plan_options: Any) -> tuple[Any, Any]:
-    plan = jaxinfer.plan(
-        case.layout,
-        num_qo_heads=case.num_qo_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        dtype=case.q.dtype,
-        variant=case.variant,
-        **plan_options,
-    )
-    layer = None if case.layer is None else np.int32(case.layer)
-    out = _program(case, case.variant, implementation)(*case.args, plan, case.variant, layer)
-    if case.variant.softmax:
-        return np.asarray(out.o), np.asarray(out.lse)
-    return np.asarray(out), None
-
-
-def _check(case: Case, **options: Any) -> None:
-    o, lse = _run(case, **options)
-    expected_o, expected_lse = attention_oracle(*case.args, **case.oracle_kwargs)
-    assert o.dtype == case.q.dtype and np.isfinite(o.astype(np.float32)).all()
-    error = np.linalg.norm(o.astype(np.float64) - expected_o)
-    assert error <= TOLERANCE[str(case.q.dtype)] * np.linalg.norm(expected_o), (
-        f"relative error {error / max(np.linalg.norm(expected_o), 1e-300)}; {case.kind} {case.variant}"
-    )
-    if lse is not None:
-        empty = np.isneginf(expected_lse)
-        assert (np.isneginf(lse) == empty).all()
-        assert not o[empty].any()
-        got, want = lse[~empty], expected_lse[~empty]
-        assert (np.abs(got - want) < 2e-3 + 1e-6 * np.abs(want)).all()
-
-
-def _cases(seed: int, number: int, **options: Any) -> list[Case]:
-    rng = np.random.default_rng(seed)
-    return [make_case(rng, fixed=True, **options) for _ in range(number)]
-
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layout(kind: str, dtype: str) -> None:
     variant = Variant(causal=True)
-    for case in _cases(
+    for case in draw_cases(
         1, 5, kind=kind, dtype=dtype, variant=variant, custom_mask=False, group_size=4, num_kv_heads=2,
         page_size=5, head_dim=64, kv_layout="NHD",
     ):  # fmt: skip
-        _check(case)
-        _check(case, num_ctas=3)  # long queues
+        check(case)
+        check(case, num_ctas=3)  # long queues
 
 
 @pytest.mark.parametrize("tiles", [(16,), (32,), (64,), (128,), (16, 64), (32, 128)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_tile(tiles: tuple[int, ...], dtype: str) -> None:
     for kind in ("paged", "ragged", "compose2"):
-        for case in _cases(
+        for case in draw_cases(
             2, 3, kind=kind, dtype=dtype, variant=Variant(), custom_mask=False, group_size=3, num_kv_heads=2,
             page_size=16, head_dim=128, kv_layout="NHD",
         ):  # fmt: skip
-            _check(case, tiles=tiles)
-            _check(case, tiles=tiles, num_ctas=2, implementation="mma")
+            check(case, tiles=tiles)
+            check(case, tiles=tiles, num_ctas=2, implementation="mma")
 
 
 @pytest.mark.parametrize("tile", [1, 16, 64])
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 72, 96, 128, 136, 192, 256, (192, 128), (64, 256)])
 def test_every_head_dim(tile: int, head_dim: int | tuple[int, int]) -> None:
     head_dim_qk, head_dim_vo = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    for case in _cases(
+    for case in draw_cases(
         3, 2, kind="paged", dtype="float32" if tile == 1 else "bfloat16", variant=Variant(causal=True),
         custom_mask=False, group_size=4, num_kv_heads=1, page_size=3, head_dim=head_dim_qk,
         head_dim_vo=head_dim_vo, kv_layout="HND",
     ):  # fmt: skip
-        _check(case, tiles=(tile,), num_ctas=4)
+        check(case, tiles=(tile,), num_ctas=4)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 5, 7, 8, 16, 17, 33, 65, 128])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_group_sizes(group_size: int, dtype: str) -> None:
-    for case in _cases(
+    for case in draw_cases(
         4, 2, kind="paged", dtype=dtype, variant=Variant(causal=True), custom_mask=False,
         group_size=group_size, num_kv_heads=1, page_size=8, head_dim=64, kv_layout="NHD",
     ):  # fmt: skip
-        _check(case)
+        check(case)
 
 
 RULES = [
@@ -158,70 +87,52 @@ RULES = [
 @pytest.mark.parametrize("custom_mask", [False, True])
 @pytest.mark.parametrize("tiles", [(1,), (16,), (64,)])
 def test_rules(variant: Variant, custom_mask: bool, tiles: tuple[int, ...]) -> None:
-    for case in _cases(
+    for case in draw_cases(
         5, 3, kind="paged", dtype="float32" if tiles == (1,) else "float16", variant=variant,
         custom_mask=custom_mask, group_size=2, num_kv_heads=2, page_size=7, head_dim=64, kv_layout="NHD",
     ):  # fmt: skip
-        _check(case, tiles=tiles, num_ctas=3)
+        check(case, tiles=tiles, num_ctas=3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_bad_pages_and_positions(dtype: str) -> None:
-    for case in _cases(
+    for case in draw_cases(
         6, 6, kind="table", dtype=dtype, variant=Variant(causal=True), custom_mask=False, group_size=2,
         num_kv_heads=2, page_size=4, head_dim=64, kv_layout="HND", num_layers=3, bad_ids=True,
         tree_positions=True,
     ):  # fmt: skip
-        _check(case)
+        check(case)
     for layer in (-1, 3):
-        o, lse = _run(dataclasses.replace(case, layer=layer))
+        o, lse = run(dataclasses.replace(case, layer=layer))
         assert not o.any() and np.isneginf(lse).all()
-
-
-def _long_case(kv_len: list[int], q_len: list[int], dtype: str, page_size: int = 16, seed: int = 7) -> Case:
-    rng = np.random.default_rng(seed)
-    need = [-(-n // page_size) for n in kv_len]
-    num_pages = sum(need) + 3
-    layout = jaxinfer.paged(
-        np.cumsum([0, *q_len]),
-        np.cumsum([0, *need]),
-        rng.permutation(num_pages)[: sum(need)],
-        np.array(kv_len),
-        page_size,
-    )
-    shape = (num_pages, page_size, 2, 128)
-    q = rng.normal(size=(sum(q_len), 8, 128))
-    k, v = rng.normal(size=shape), rng.normal(size=shape)
-    case = Case("paged", q, k, v, layout, Variant(causal=True), 128**-0.5, None, "NHD", num_pages)
-    return dataclasses.replace(case, **{name: getattr(case, name).astype(jnp.dtype(dtype)) for name in "qkv"})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("schedule", ["lpt", "runs"])
 def test_split_rows_and_repeated_bits(dtype: str, schedule: str) -> None:
-    case = _long_case([5000, 17, 2100, 0, 900], [1, 1, 1, 1, 1], dtype)
-    _check(case, schedule=schedule)
-    first = _run(case, schedule=schedule)
+    case = long_case([5000, 17, 2100, 0, 900], [1, 1, 1, 1, 1], dtype)
+    check(case, schedule=schedule)
+    first = run(case, schedule=schedule)
     for _ in range(20):
-        again = _run(case, schedule=schedule)
+        again = run(case, schedule=schedule)
         assert all(a.tobytes() == b.tobytes() for a, b in zip(first, again, strict=True))
 
 
 def test_chunked_prefill() -> None:
-    _check(_long_case([700, 333, 64], [300, 77, 64], "bfloat16"))
-    _check(_long_case([700, 333, 64], [300, 77, 64], "bfloat16"), tiles=(64,), batch_invariant=True)
+    check(long_case([700, 333, 64], [300, 77, 64], "bfloat16"))
+    check(long_case([700, 333, 64], [300, 77, 64], "bfloat16"), tiles=(64,), batch_invariant=True)
 
 
 def test_batch_invariant_bits() -> None:
-    alone = _run(_long_case([3000], [1], "bfloat16"), batch_invariant=True)
-    case = _long_case([3000, 500, 90], [1, 1, 1], "bfloat16")
+    alone = run(long_case([3000], [1], "bfloat16"), batch_invariant=True)
+    case = long_case([3000, 500, 90], [1, 1, 1], "bfloat16")
     # The same request as above in a larger batch: its own pages hold the same rows.
-    single = _long_case([3000], [1], "bfloat16")
+    single = long_case([3000], [1], "bfloat16")
     k, v, q = np.array(case.k), np.array(case.v), np.array(case.q)
     pages = case.layout.kv_indices[: -(-3000 // 16)]
     k[pages], v[pages] = single.k[single.layout.kv_indices], single.v[single.layout.kv_indices]
     q[0] = single.q[0]
-    together = _run(dataclasses.replace(case, q=q, k=k, v=v), batch_invariant=True)
+    together = run(dataclasses.replace(case, q=q, k=k, v=v), batch_invariant=True)
     assert together[0][0].tobytes() == alone[0][0].tobytes()
     assert together[1][0].tobytes() == alone[1][0].tobytes()
 
@@ -244,7 +155,7 @@ def test_append(kv_layout: str, dtype: str, layer: int | None) -> None:
 
 def test_loop_of_appends_and_attentions_gives_the_same_bits() -> None:
     """Inside a loop XLA captures the calls as a command buffer; appended pools are updated in place."""
-    case = _long_case([64, 200], [1, 1], "bfloat16")
+    case = long_case([64, 200], [1, 1], "bfloat16")
     plan = jaxinfer.plan(
         case.layout, num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", variant=case.variant
     )
@@ -268,7 +179,7 @@ def test_loop_of_appends_and_attentions_gives_the_same_bits() -> None:
 def test_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
     """With an empty kernel cache: all that is needed travels in the program."""
     pytest.importorskip("flatbuffers")
-    case = _long_case([64, 200], [1, 1], "bfloat16")
+    case = long_case([64, 200], [1, 1], "bfloat16")
     plan = jaxinfer.plan(
         case.layout, num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", variant=case.variant
     )
@@ -289,8 +200,7 @@ def test_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
         "arrays = [jnp.asarray(a, jnp.bfloat16) for a in np.load(folder + '/arrays.npz').values()]\n"
         "np.save(folder + '/out.npy', np.asarray(program.call(*arrays)))\n"
     )
-    env = {**os.environ, "JAXINFER_CACHE": str(tmp_path)}
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, env=env, timeout=300)
+    run_python(code, JAXINFER_CACHE=str(tmp_path))
     assert np.load(tmp_path / "out.npy").tobytes() == np.asarray(jax.jit(call)(*arrays)).tobytes()
     assert len(list((tmp_path / "kernels").glob("*.cubin"))) >= 1
 
@@ -305,10 +215,10 @@ __device__ bool mask(const Row& row, const Col& col) const { return col.kv_index
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rules_of_the_user(dtype: str) -> None:
-    case = _long_case([300, 40], [3, 1], dtype)
+    case = long_case([300, 40], [3, 1], dtype)
     slopes = np.linspace(0.02, 0.3, 8).astype(np.float32)
     variant = Variant.from_cuda(ALIBI, {"slopes": slopes, "strength": 2.0, "keep": 3}, causal=True)
-    o, lse = _run(dataclasses.replace(case, variant=variant))
+    o, lse = run(dataclasses.replace(case, variant=variant))
     token = 0
     for r, (q_len, kv_len) in enumerate(((3, 300), (1, 40))):
         first = int(case.layout.kv_start[r])
@@ -333,12 +243,12 @@ def test_rules_of_the_user(dtype: str) -> None:
 
 
 def test_compile_error_of_the_user_reaches_them() -> None:
-    case = _long_case([30], [1], "bfloat16")
+    case = long_case([30], [1], "bfloat16")
     variant = Variant.from_cuda(
         "__device__ float logits(float s, const Row& row, const Col& col) const {\n return nope;\n}"
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)Variant.from_cuda.*from_cuda\(2\).*nope"):
-        _run(dataclasses.replace(case, variant=variant))
+        run(dataclasses.replace(case, variant=variant))
 
 
 def test_empty_batches() -> None:

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -71,7 +72,8 @@ struct LoadedKernel {
   int smem_bytes;
 };
 
-// Kernels that build.py compiled: a manifest of "spec<TAB>cubin<TAB>entry<TAB>threads<TAB>bytes" lines.
+// Kernels that build.py compiled: a manifest of "spec<TAB>cubin<TAB>entry<TAB>threads<TAB>bytes" lines. Each
+// is loaded when it is first needed, because a sanitizer takes long to load one.
 class Kernels {
  public:
   explicit Kernels(const std::string& folder) {
@@ -85,27 +87,41 @@ class Kernels {
       std::getline(fields, entry, '\t');
       std::getline(fields, threads, '\t');
       std::getline(fields, bytes, '\t');
-      cudaLibrary_t library;
-      CHECK_CUDA(cudaLibraryLoadFromFile(&library, (folder + "/" + file).c_str(), nullptr, nullptr, 0,
-                                         nullptr, nullptr, 0));
-      LoadedKernel loaded{nullptr, std::stoi(threads), std::stoi(bytes)};
-      CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, entry.c_str()));
-      CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, loaded.smem_bytes));
-      kernels_[spec] = loaded;
+      built_[spec] = Built{folder + "/" + file, entry, std::stoi(threads), std::stoi(bytes)};
     }
   }
   const LoadedKernel& at(const std::string& spec) const {
-    const auto found = kernels_.find(spec);
-    if (found == kernels_.end()) {
+    const auto built = built_.find(spec);
+    if (built == built_.end()) {
       std::printf("FAIL no kernel %s: run build.py again\n", spec.c_str());
       std::exit(2);
     }
+    const auto [found, is_new] = loaded_.try_emplace(spec);
+    if (is_new) found->second = load(built->second);
     return found->second;
   }
 
  private:
-  std::map<std::string, LoadedKernel> kernels_;
+  struct Built {
+    std::string path;
+    std::string entry;
+    int num_threads;
+    int smem_bytes;
+  };
+
+  static LoadedKernel load(const Built& built) {
+    LoadedKernel loaded{nullptr, built.num_threads, built.smem_bytes};
+    cudaLibrary_t library;
+    CHECK_CUDA(
+        cudaLibraryLoadFromFile(&library, built.path.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0));
+    CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, built.entry.c_str()));
+    CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, loaded.smem_bytes));
+    return loaded;
+  }
+
+  std::map<std::string, Built> built_;
+  mutable std::map<std::string, LoadedKernel> loaded_;
 };
 
 inline void launch(const LoadedKernel& kernel, int64_t grid, void** arguments, cudaStream_t stream) {
@@ -129,10 +145,13 @@ inline void launch_attention(const Kernels& kernels, AttentionParams params, cud
   }
 }
 
-// Device memory that lives as long as the object.
+// Device memory that lives as long as the object; not a byte more than asked for, so that memcheck sees every
+// access beyond.
 class Buffer {
  public:
-  explicit Buffer(size_t bytes) : bytes_(bytes) { CHECK_CUDA(cudaMalloc(&data_, bytes + 256)); }
+  explicit Buffer(size_t bytes) : bytes_(bytes) {
+    CHECK_CUDA(cudaMalloc(&data_, std::max<size_t>(bytes, 1)));
+  }
   Buffer(const void* from, size_t bytes) : Buffer(bytes) {
     if (bytes > 0) CHECK_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
   }
