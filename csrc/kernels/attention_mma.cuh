@@ -42,7 +42,6 @@ class MmaAttention {
   static constexpr int kColumns = Config::kBlockKV / 8;  // pieces of eight columns
   static constexpr int kPieces = Config::kHeadDimVo / 8;
   static constexpr bool kPositions = (Config::kRules & kPositionRules) != 0;
-  static constexpr bool kRowHoles = Variant::kLogits || Variant::kMask;
   static_assert(Config::kTile == 16 * Config::kWarpsM * kFragments, "tile rows");
   static_assert(Config::kNumThreads == 32 * Config::kWarpsM * Config::kStreams, "threads");
   static_assert(Config::kBlockKV % 16 == 0 && Config::kBlockKV <= 64, "columns of a block");
@@ -124,6 +123,11 @@ class MmaAttention {
     if (stream_ == 0) store();
   }
 
+  // With 32 rows per warp registers are scarce, so there both are read again where needed.
+  JAXINFER_DEVICE int lane() const { return kFragments > 1 ? fresh_thread_index() & 31 : lane_; }
+  JAXINFER_DEVICE int warp() const {
+    return kFragments > 1 ? (fresh_thread_index() >> 5) % Config::kWarpsM : warp_;
+  }
   JAXINFER_DEVICE const Item& item() const { return state_.computing.item; }
 
   // Fragments hold q.k; with a negative scale Q is negated, so that the largest product is the largest logit.
@@ -132,18 +136,17 @@ class MmaAttention {
   // Of fragments to base-2 exponents. A zero would turn -inf into NaN; the number in its place still makes
   // every weight 1.
   JAXINFER_DEVICE float scale() const {
-    return Variant::kLogits ? 1.0f : fmaxf(logit_scale() * kLog2e, 1e-36f);
+    return Variant::kLogits ? kLog2e : fmaxf(logit_scale() * kLog2e, 1e-36f);
   }
 
   JAXINFER_DEVICE Row make_row(int i) const {
     const int token = item().token_begin + rows_.token(i);
     return Row{item().bsr_row, token, __ldg(params_.q_pos + token), rows_.qo_head(i), rows_.kv_head()};
   }
-  // Tile row of the fragment row r of the thread `lane`.
-  JAXINFER_DEVICE int tile_row(int r, int lane) const {
-    return (warp_ * kFragments + (r >> 1)) * 16 + (lane >> 2) + (r & 1) * 8;
+  // Tile row of this thread's fragment row r.
+  JAXINFER_DEVICE int tile_row(int r) const {
+    return (warp() * kFragments + (r >> 1)) * 16 + (lane() >> 2) + (r & 1) * 8;
   }
-  JAXINFER_DEVICE int tile_row(int r) const { return tile_row(r, lane_); }
 
   // Rows beyond the item's and chunks beyond the true head dim become zeros.
   JAXINFER_DEVICE void load_query() {
@@ -187,13 +190,13 @@ class MmaAttention {
   }
   JAXINFER_DEVICE Visible* visible() const { return reinterpret_cast<Visible*>(memory_ + Shared::kVisible); }
 
-  // Columns at positions outside [clear_first_, clear_last_] are hidden from some row of this warp.
+  // Columns at positions outside [clear_first, clear_last] are hidden from some row of this warp.
   JAXINFER_DEVICE void find_clear() {
     state_.kv_offset = item().kv_begin < item().kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
     if constexpr (kPositions) {
-      const Visible range = visible()[warp_ * kFragments * 16 + lane_ % (kFragments * 16)];
-      clear_first_ = __reduce_max_sync(kFullWarp, range.first);
-      clear_last_ = __reduce_min_sync(kFullWarp, range.last);
+      const Visible range = visible()[warp() * kFragments * 16 + lane() % (kFragments * 16)];
+      state_.clear_first = __reduce_max_sync(kFullWarp, range.first);
+      state_.clear_last = __reduce_min_sync(kFullWarp, range.last);
     }
     __syncwarp();
   }
@@ -210,12 +213,8 @@ class MmaAttention {
 
     float s[kFragments][kColumns][4];
     multiply_qk<Config>(query_, k_rows_, ring_.k_tile(stage_), s);
-    const uint64_t present = ring_.present(stage_);
-    if constexpr (kRowHoles || !Variant::kSoftmax) {
-      apply_holes(begin, present, s);
-    } else if (needs_mask(begin, present)) {
-      apply_mask(begin, present, s);
-    }
+    if constexpr (Variant::kLogits || !Variant::kSoftmax) apply_logits(begin, s);
+    if (Variant::kMask || needs_mask(begin)) apply_mask(begin, s);
 
     if constexpr (Variant::kSoftmax) {
       float factor[kRows];
@@ -239,76 +238,65 @@ class MmaAttention {
     return params_.block_pos != nullptr ? ring_.positions(stage_)[c] : state_.kv_offset + begin + c;
   }
 
-  JAXINFER_DEVICE bool needs_mask(int begin, uint64_t present) const {
+  JAXINFER_DEVICE bool needs_mask(int begin) const {
     constexpr uint64_t kAll =
         Config::kBlockKV == 64 ? ~uint64_t{0} : (uint64_t{1} << (Config::kBlockKV & 63)) - 1;
-    if (present != kAll) return true;
+    if (ring_.present(stage_) != kAll) return true;
     if constexpr (kPositions) {
       // Positions ascend along a row's list.
-      return position(begin, 0) < clear_first_ || position(begin, Config::kBlockKV - 1) > clear_last_;
+      return position(begin, 0) < state_.clear_first ||
+             position(begin, Config::kBlockKV - 1) > state_.clear_last;
     }
     return false;
   }
 
-  JAXINFER_DEVICE void apply_mask(int begin, uint64_t present, float (&s)[kFragments][kColumns][4]) {
-    const int first = 2 * (lane_ & 3);
-    const uint64_t mine = present >> first;
+  // Hides columns: those that are not there, and those that a rule or the variant hides.
+  JAXINFER_DEVICE void apply_mask(int begin, float (&s)[kFragments][kColumns][4]) {
+    const int first = 2 * (lane() & 3);
+    const uint64_t mine = ring_.present(stage_) >> first;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const Visible range = kPositions ? visible()[tile_row(r)] : Visible{};
+      const Row row = Variant::kMask ? hole_row(r) : Row{};
+      const Variant variant(params_, operands_, row);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           bool keep = (mine >> (8 * j + e) & 1) != 0;
-          if constexpr (kPositions) {
-            const int pos = position(begin, first + 8 * j + e);
-            keep = keep && range.first <= pos && pos <= range.last;
-          }
+          const int c = first + 8 * j + e;
+          const Col col{position(begin, c), begin + c};
+          if constexpr (kPositions) keep = keep && range.first <= col.kv_pos && col.kv_pos <= range.last;
+          if constexpr (Variant::kMask) keep = keep && variant.mask(row, col);
           float& x = s[r >> 1][j][2 * (r & 1) + e];
-          x = keep ? x : -infinity();
+          x = keep ? x : (Variant::kSoftmax ? -infinity() : 0.0f);
         }
       }
     }
   }
 
-  // Logits and masks through the variant, for every column. Fragments leave as base-2 exponents, or without
-  // softmax as weights.
-  JAXINFER_DEVICE void apply_holes(int begin, uint64_t present, float (&s)[kFragments][kColumns][4]) {
-    const bool masked = Variant::kMask || needs_mask(begin, present);
-    // With 32 rows per warp there is no room to keep the rows' facts from block to block.
-    const int lane = kFragments > 1 ? fresh_thread_index() & 31 : lane_;
-    const int first = 2 * (lane_ & 3);
+  // Products to logits, through the variant where it wants that.
+  JAXINFER_DEVICE void apply_logits(int begin, float (&s)[kFragments][kColumns][4]) {
+    const int first = 2 * (lane() & 3);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int i = min(tile_row(r, lane),
-                        rows_.num_rows() - 1);  // idle rows copy a real one; their results are not read
-      const Row row = make_row(i);
+      const Row row = Variant::kLogits ? hole_row(r) : Row{};
       const Variant variant(params_, operands_, row);
-      const Visible range = kPositions ? visible()[i] : Visible{};
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int c = first + 8 * j + e;
-          const Col col{position(begin, c), begin + c};
           float& x = s[r >> 1][j][2 * (r & 1) + e];
-          if constexpr (Variant::kLogits) {
-            x = variant.logits(x * logit_scale(), row, col);
-          } else if constexpr (!Variant::kSoftmax) {
-            x *= logit_scale();
-          }
-          if constexpr (Variant::kLogits && Variant::kSoftmax) x *= kLog2e;
-          if (masked) {
-            bool keep = (present >> c & 1) != 0;
-            if constexpr (kPositions) keep = keep && range.first <= col.kv_pos && col.kv_pos <= range.last;
-            if constexpr (Variant::kMask) keep = keep && variant.mask(row, col);
-            x = keep ? x : (Variant::kSoftmax ? -infinity() : 0.0f);
-          }
+          x *= logit_scale();
+          if constexpr (Variant::kLogits) x = variant.logits(x, row, Col{position(begin, c), begin + c});
         }
       }
     }
   }
+
+  // Of fragment row r. Idle rows copy a real one; their results are not read.
+  JAXINFER_DEVICE Row hole_row(int r) const { return make_row(min(tile_row(r), rows_.num_rows() - 1)); }
 
   // Changes the rows of a K or V tile in place, by the threads of the stream.
   template <int kChunks, bool kIsKey>
@@ -350,7 +338,7 @@ class MmaAttention {
             const float* const x = o_[r >> 1][j] + 2 * (r & 1);
             *reinterpret_cast<float2*>(row + 8 * j) = make_float2(x[0], x[1]);
           }
-          if (Variant::kSoftmax && (lane_ & 3) == 0) {
+          if (Variant::kSoftmax && (lane() & 3) == 0) {
             states[slot + tile_row(r)] = make_float2(softmax_.m[r], softmax_.l[r]);
           }
         }
@@ -397,7 +385,7 @@ class MmaAttention {
       if constexpr (Variant::kSoftmax) {
         // A row that saw nothing has o = 0 exactly, whatever its sums hold. Partial sums stay undivided.
         if (final) inverse = softmax_.l[r] == 0.0f ? 0.0f : 1.0f / softmax_.l[r];
-        if ((lane_ & 3) == 0) {
+        if ((lane() & 3) == 0) {
           if (final) {
             params_.lse[at] = natural_lse(softmax_.m[r], scale(), softmax_.l[r]);
           } else {
@@ -406,21 +394,29 @@ class MmaAttention {
           }
         }
       }
-      const int column = 2 * (fresh_thread_index() & 3);
-      const int64_t row = at * params_.head_dim_vo + column;
+      const int column = 2 * (lane() & 3);
+      const int64_t first_element = at * params_.head_dim_vo + column;
+      if (final) {
+        uint16_t* const to = static_cast<uint16_t*>(params_.o) + first_element;
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        if (8 * j >= params_.head_dim_vo) continue;  // head dims are multiples of 8
-        float x[2] = {o_[r >> 1][j][2 * (r & 1)] * inverse, o_[r >> 1][j][2 * (r & 1) + 1] * inverse};
-        if (final) {
-          if constexpr (Variant::kOutput) {
-            const Row output_row = make_row(i);
-            Variant(params_, operands_, output_row).output(x, 8 * j + column, output_row);
+        for (int j = 0; j < kPieces; ++j) {
+          float x[2] = {o_[r >> 1][j][2 * (r & 1)] * inverse, o_[r >> 1][j][2 * (r & 1) + 1] * inverse};
+          if (8 * j < params_.head_dim_vo) {  // head dims are multiples of 8
+            if constexpr (Variant::kOutput) {
+              const Row row = make_row(i);
+              Variant(params_, operands_, row).output(x, 8 * j + column, row);
+            }
+            *reinterpret_cast<uint32_t*>(to + 8 * j) = Type::pack_pair(x[0], x[1]);
           }
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(params_.o) + row + 8 * j) =
-              Type::pack_pair(x[0], x[1]);
-        } else {
-          *reinterpret_cast<float2*>(params_.partial_o + row + 8 * j) = make_float2(x[0], x[1]);
+        }
+      } else {
+        float* const to = params_.partial_o + first_element;
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          if (8 * j < params_.head_dim_vo) {
+            *reinterpret_cast<float2*>(to + 8 * j) =
+                make_float2(o_[r >> 1][j][2 * (r & 1)], o_[r >> 1][j][2 * (r & 1) + 1]);
+          }
         }
       }
     }
@@ -441,8 +437,6 @@ class MmaAttention {
   MatrixAddress<Config::kHeadDimVo / 8> v_rows_;
   int stage_ = 0;  // of the block that comes next
   // Of the item:
-  int clear_first_;
-  int clear_last_;
   SoftmaxState<kRows> softmax_;
   float o_[kFragments][kPieces][4];
 };

@@ -115,11 +115,12 @@ struct WarpState {
   CursorState computing;  // the item whose rows are being computed
   CursorState loading;    // the item whose KV blocks are being loaded, ahead of that
   int kv_offset;          // position of the first KV token of the row being computed
-  int unused;
+  int clear_first;        // every row of the warp sees positions [clear_first, clear_last]
+  int clear_last;
   int64_t k_head;  // of the item being loaded: element offsets of its layer and KV head
   int64_t v_head;
 };
-static_assert(sizeof(CtaState) == 32 && sizeof(WarpState) == 128, "jaxinfer/jit/tiles.py counts these bytes");
+static_assert(sizeof(CtaState) == 32 && sizeof(WarpState) == 136, "jaxinfer/jit/tiles.py counts these bytes");
 
 // By all threads of the CTA, which then see it.
 JAXINFER_DEVICE void fill_cta_state(const AttentionParams& params, CtaState& state) {

@@ -21,6 +21,9 @@ from .spec import KernelSpec
 #: The oldest GPU that the kernels run on.
 MIN_ARCH = 80
 
+#: "1": kernels hold the source lines that a profiler shows.
+ENV_LINE_INFO = "JAXINFER_LINE_INFO"
+
 #: Seconds after which a compilation is announced on stderr.
 _ANNOUNCE_AFTER = 1.0
 
@@ -75,8 +78,9 @@ def options(arch: str) -> list[str]:
         f"-arch={arch}",
         "-std=c++17",
         "--device-as-default-execution-space",
-        "-lineinfo",
         "--ptxas-options=-v",
+        # Source lines for profilers; they double a cubin.
+        *(["-lineinfo"] if os.environ.get(ENV_LINE_INFO) == "1" else []),
     ]
 
 

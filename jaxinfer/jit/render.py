@@ -15,6 +15,10 @@ from .tiles import TileConfig, append_config, merge_config, tile_config
 _DTYPE = {"float32": "DType::kF32", "float16": "DType::kF16", "bfloat16": "DType::kBF16"}
 _ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+# Of `enum Rule` in csrc/params.h.
+_RULE_MASK = 16
+_RULE_SOFTMAX = 32
+
 #: What compile errors call the user's own text.
 FUNCTOR_NAME = "from_cuda"
 
@@ -125,6 +129,7 @@ def _tile(spec: KernelSpec, arch: str) -> TileConfig:
         tile=spec.tile,
         packed=spec.packed,
         contiguous=spec.contiguous,
+        plain=spec.functor is None and spec.rules & (_RULE_MASK | _RULE_SOFTMAX) == _RULE_SOFTMAX,
         arch=arch,
     )
 

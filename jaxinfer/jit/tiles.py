@@ -1,7 +1,7 @@
 """How each tile is computed: warps, KV blocks, stages and registers, by dtype, head dims and GPU.
 
-The one table of such choices; `Config` of the kernels in csrc/kernels gets them as constants. Rendering is render.py's
-business, which tile a plan uses is the planner's.
+The one table of such choices; `Config` of the kernels in csrc/kernels gets them as constants. Rendering is
+render.py's business, which tile a plan uses is the planner's.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TileConfig:
 class _Shape:
     """One row of the table: `streams` groups of `warps_m` warps.
 
-    The warps of a stream split the query rows and share a ring of `stages` blocks of `block_kv` KV tokens; streams split
-    the blocks of an item. `query_in_registers`: else read again from shared memory at every block.
+    The warps of a stream split the query rows and share a ring of `stages` blocks of `block_kv` KV tokens;
+    streams split the blocks of an item. `query_in_registers`: else read again from shared memory at every block.
     """
 
     warps_m: int
@@ -45,8 +45,8 @@ class _Shape:
 
 
 # Tile 16 and 32 read K and V once and are limited by that: 64 KB in flight per multiprocessor saturate an H200, and
-# eight warps hide each other's latency better than four, so two CTAs wherever their rings fit. Tile 64 and 128 are for
-# longer queries: 32 rows per warp halve the shared memory reads of K and V, as long as o fits into registers.
+# eight warps hide each other's latency better than four, so two CTAs wherever their rings fit. Tile 64 and 128 are
+# for longer queries: 32 rows per warp halve the shared memory reads of K and V, as long as o fits into registers.
 _MMA: dict[int, dict[tuple[int, int], _Shape]] = {
     16: {
         (64, 64): _Shape(1, 4, 32, 2, 2, True),
@@ -86,7 +86,7 @@ _SIMT_ROWS = 8  # kSimtMaxRows of attention_simt.cuh
 
 # sizeof(CtaState) and sizeof(WarpState) of work.cuh.
 _CTA_STATE = 32
-_WARP_STATE = 128
+_WARP_STATE = 136
 
 _KB = 1024
 # Shared memory of a multiprocessor; one CTA can have 1 KB less, and each CTA costs 1 KB more than it asks for.
@@ -110,9 +110,11 @@ def tile_config(
     tile: int,
     packed: bool,
     contiguous: bool,
+    plain: bool,
     arch: str,
 ) -> TileConfig:
-    """Geometry of a tile of `attention_mma` or `attention_simt`; head dims are padded ones.
+    """Geometry of a tile of `attention_mma` or `attention_simt`; head dims are padded ones, `plain` says that
+    the rules are softmax, positions and soft cap alone.
 
     Raises:
       NotImplementedError: the kernel has no such tile or dtype.
@@ -129,7 +131,10 @@ def tile_config(
             )
         rows = _MMA[tile]
         # A pair without a row of its own is no wider than the square of its larger side.
-        shape = _fit(rows.get(dims) or rows[max(dims), max(dims)], dims, tile, 2, arch)
+        shape = rows.get(dims) or rows[max(dims), max(dims)]
+        if tile > 16 * shape.warps_m:
+            shape = _fit_two(shape, dims, tile, plain, arch)
+        shape = _fit(shape, dims, tile, 2, arch)
     smem = _smem_bytes(shape, dims, tile, _ELEMENT_SIZE[dtype])
     room = _smem_per_multiprocessor(arch) // (smem + _SMEM_RESERVED)
     return TileConfig(
@@ -175,6 +180,17 @@ def _smem_bytes(shape: _Shape, dims: tuple[int, int], tile: int, element_size: i
         query = tile * head_dim_qk * 2
         states = shape.streams // 2 * tile * ((head_dim_vo + 8) * 4 + 8) + tile * 8
     return query + ring + states + flags + bookkeeping
+
+
+def _fit_two(shape: _Shape, dims: tuple[int, int], tile: int, plain: bool, arch: str) -> _Shape:
+    """Four warps of 32 rows need a second CTA beside them: else smaller blocks, and last eight warps of 16 rows."""
+    limit = _smem_per_multiprocessor(arch) // 2 - _SMEM_RESERVED
+    small = replace(shape, block_kv=min(shape.block_kv, 32))
+    # What masks and users' rules know of every row has no registers beside the scores of 64 columns.
+    for candidate in [shape, small] if plain else [small]:
+        if _smem_bytes(candidate, dims, tile, 2) <= limit:
+            return candidate
+    return replace(shape, warps_m=2 * shape.warps_m)
 
 
 def _fit(shape: _Shape, dims: tuple[int, int], tile: int, element_size: int, arch: str) -> _Shape:
