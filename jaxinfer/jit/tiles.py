@@ -163,7 +163,12 @@ def append_config() -> TileConfig:
 
 def _smem_per_multiprocessor(arch: str) -> int:
     """Of `arch` ("sm_90a"). Newer ones than the table knows are taken as consumer parts, which have the least."""
-    return _SMEM_PER_MULTIPROCESSOR.get(int("".join(filter(str.isdigit, arch))), 100 * _KB)
+    return _SMEM_PER_MULTIPROCESSOR.get(_number(arch), 100 * _KB)
+
+
+def _number(arch: str) -> int:
+    """90 of "sm_90a"."""
+    return int("".join(filter(str.isdigit, arch)))
 
 
 def _smem_bytes(shape: _Shape, dims: tuple[int, int], tile: int, element_size: int) -> int:
@@ -186,8 +191,9 @@ def _fit_two(shape: _Shape, dims: tuple[int, int], tile: int, plain: bool, arch:
     """Four warps of 32 rows need a second CTA beside them: else smaller blocks, and last eight warps of 16 rows."""
     limit = _smem_per_multiprocessor(arch) // 2 - _SMEM_RESERVED
     small = replace(shape, block_kv=min(shape.block_kv, 32))
-    # What masks and users' rules know of every row has no registers beside the scores of 64 columns.
-    for candidate in [shape, small] if plain else [small]:
+    # What masks and users' rules know of every row has no registers beside the scores of 64 columns; from 10.0 on the
+    # assembler needs more of them for everything.
+    for candidate in [shape, small] if plain and _number(arch) < 100 else [small]:
         if _smem_bytes(candidate, dims, tile, 2) <= limit:
             return candidate
     return replace(shape, warps_m=2 * shape.warps_m)
