@@ -128,8 +128,8 @@ def test_missing_modules():
 
 def test_bursts_run_every_set_and_take_turns():
     sets = [(jnp.full(4, i, jnp.float32), jnp.float32(1)) for i in range(3)]
-    burst = JaxBurst(lambda x, y, z: x + y + z, sets, (np.float32(10),), slots=4)
-    assert burst.slots == 4
+    burst = JaxBurst(lambda x, y, z: x + y + z, sets, (np.float32(10),))
+    assert burst.slots == 3
     np.testing.assert_array_equal(burst.output(), np.full(4, 11))
     burst.first_estimate()
     burst.warm_up()

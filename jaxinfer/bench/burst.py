@@ -1,4 +1,4 @@
-"""Timing of device work in bursts: many calls in one launch, over rotated operands, contestants taking turns.
+"""Timing of device work in bursts: many calls without waiting, over rotated operands, contestants taking turns.
 
 A burst's time is the slope between a short and a long run, so that what a launch costs on the host drops out. On a
 card that lowers its clocks under load, turns make drift hit all alike. Who runs is elsewhere (rivals.py).
@@ -24,7 +24,7 @@ class Burst:
 
     Attributes:
       slots: calls per loop.
-      copies: copies of operands that the compiler added to the loop, None where unknown; they count as time.
+      copies: copies of operands that the compiler added, None where unknown; they count as time.
     """
 
     slots: int
@@ -65,13 +65,15 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 class JaxBurst(Burst):
-    """A traceable function in a loop inside one jit.
+    """One jit with a call per set of operands, dispatched again and again without waiting.
+
+    The sets differ and all results are returned, so XLA can neither join nor drop calls; in a loop inside the jit it
+    moves calls whose operands do not change out of the loop.
 
     Args:
-      call: (first, *rest, *shared) to an array; `first` is q, of which the loop makes a new value each time.
+      call: (*operands, *shared) to an array.
       sets: operands that take turns.
       shared: operands of every call, pytrees.
-      slots: calls per loop; the default has one per set.
     """
 
     def __init__(
@@ -79,48 +81,25 @@ class JaxBurst(Burst):
         call: Callable[..., jax.Array],
         sets: Sequence[tuple[jax.Array, ...]],
         shared: tuple[Any, ...] = (),
-        slots: int | None = None,
     ) -> None:
-        self.slots = max(len(sets), slots or 0)
-        self._call, self._sets, self._shared = call, list(sets), jax.device_put(shared)
-        self._output: jax.Array | None = None
+        self.slots = len(sets)
+        self._operands = (list(sets), jax.device_put(shared))
+        program = jax.jit(lambda sets, shared: [call(*operands, *shared) for operands in sets])
+        self._program = program.lower(*self._operands).compile()
+        hlo = self._program.as_text() or ""
+        self.copies = len(re.findall(r"= \w+\[\d[^\]]*\]\S* copy(?:-start)?\(", hlo))
 
     def prepare(self, loops: int) -> Callable[[], Any]:
-        def program(sets: Any, shared: Any) -> Any:
-            def body(_: Any, outs: list[Any]) -> list[Any]:
-                new = []
-                for slot, before in enumerate(outs):
-                    first, *rest = sets[slot % len(sets)]
-                    # Without the barrier the call does not depend on the loop: XLA could run it once.
-                    first, _ = jax.lax.optimization_barrier((first, before))
-                    new.append(self._call(first, *rest, *shared))
-                return new
-
-            shape = jax.eval_shape(self._call, *sets[0], *shared)
-            zeros = [jax.numpy.zeros(shape.shape, shape.dtype) for _ in range(self.slots)]
-            return jax.lax.fori_loop(0, loops, body, zeros)
-
-        compiled = jax.jit(program).lower(self._sets, self._shared).compile()
-        self.copies = _loop_copies(compiled.as_text() or "")
-
         def run() -> Any:
-            return jax.block_until_ready(compiled(self._sets, self._shared))
+            for _ in range(loops):
+                results = self._program(*self._operands)
+            return jax.block_until_ready(results)
 
-        if loops == 1:
-            self._output = run()[0]
         return run
 
     def output(self) -> jax.Array:
-        if self._output is None:
-            self.prepare(1)
-        assert self._output is not None
-        return self._output
-
-
-def _loop_copies(hlo: str) -> int:
-    """Copies of arrays (not scalars) in computations other than the entry."""
-    bodies = re.split(r"\n(?=ENTRY )", hlo)[0]
-    return len(re.findall(r"= \w+\[\d[^\]]*\]\S* copy(?:-start)?\(", bodies))
+        result: jax.Array = self._program(*self._operands)[0]
+        return result
 
 
 def race(

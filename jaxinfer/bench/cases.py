@@ -18,10 +18,11 @@ import jaxinfer
 from jaxinfer.layout import BlockSparse
 
 Ints = npt.NDArray[np.int32]
-#: K, V and q of all rotated sets together: several times the largest L2 cache, so that no call finds its data there.
-ROTATED_BYTES = 400 << 20
-#: Each set is one more call in a compiled loop.
-MAX_SETS = 12
+#: K, V and q of all rotated sets together: several times the largest L2 cache, so that no call finds its data there,
+#: and for decode enough work per dispatch to hide what a dispatch costs the host.
+ROTATED_BYTES = {"decode": 1200 << 20, "prefill": 400 << 20}
+#: Each set is one more call in a compiled program.
+MAX_SETS = {"gpu": 36, "cpu": 3}
 #: Query tokens per request that are compared with the reference.
 CHECKED_TOKENS = 64
 
@@ -73,7 +74,8 @@ class Case:
     @property
     def num_sets(self) -> int:
         """Sets of operands that calls rotate through."""
-        return min(MAX_SETS, math.ceil(ROTATED_BYTES / (self.kv_bytes + self.q_bytes)))
+        wanted = math.ceil(ROTATED_BYTES[self.kind] / (self.kv_bytes + self.q_bytes))
+        return min(wanted, MAX_SETS[self.platforms[0]])
 
 
 def skewed_lengths(batch: int, mean: int, longest: int = 32768) -> tuple[int, ...]:

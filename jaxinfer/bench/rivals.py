@@ -19,8 +19,6 @@ from jaxinfer.bench import torch_rivals
 from jaxinfer.bench.burst import Burst, JaxBurst
 from jaxinfer.bench.cases import Case, Operands
 
-#: Calls per loop of a decode case: the loop's own counter costs a small kernel per iteration.
-DECODE_SLOTS = 16
 #: Variants by label; each is prepared on its own, so that one may fail alone.
 Variants = dict[str, Callable[[], Burst]]
 
@@ -55,11 +53,6 @@ def _absent(module: str) -> bool:
         return True
 
 
-def slots(case: Case) -> int:
-    """Calls per loop."""
-    return max(case.num_sets, DECODE_SLOTS if case.kind == "decode" else 1)
-
-
 def _accepts_all(case: Case) -> str | None:
     return None
 
@@ -81,7 +74,7 @@ def _ours(ops: Operands) -> Variants:
         def call(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
             return jaxinfer.attention(q, k, v, layout, plan, variant=variant)
 
-        return JaxBurst(call, ops.sets, (ops.layout, plan), slots(case))
+        return JaxBurst(call, ops.sets, (ops.layout, plan))
 
     return {"": burst}
 
@@ -104,7 +97,7 @@ def _dot_product(implementation: Literal["xla", "cudnn"]) -> Callable[[Operands]
             o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
             return o.reshape(-1, *o.shape[2:])
 
-        return {"": lambda: JaxBurst(call, ops.sets, (), slots(ops.case))}
+        return {"": lambda: JaxBurst(call, ops.sets)}
 
     return variants
 
@@ -119,7 +112,7 @@ def _flash_attn3(ops: Operands) -> Variants:
             o = flash_mha(*(_dense(case, x) for x in (q, k, v)), is_causal=True)
             return o.reshape(-1, *o.shape[2:])
 
-        return {"": lambda: JaxBurst(dense, ops.sets, (), slots(case))}
+        return {"": lambda: JaxBurst(dense, ops.sets)}
     shared = (jnp.asarray(ops.block_table()), jnp.asarray(case.kv_len, jnp.int32))
 
     def with_splits(num_splits: int) -> Callable[[], Burst]:
@@ -135,7 +128,7 @@ def _flash_attn3(ops: Operands) -> Variants:
             )
             return o.reshape(-1, *o.shape[2:])
 
-        return lambda: JaxBurst(call, ops.sets, shared, slots(case))
+        return lambda: JaxBurst(call, ops.sets, shared)
 
     # Beyond a few thousand CTAs another split only adds merging.
     splits = [
@@ -165,15 +158,11 @@ def _pallas(ops: Operands) -> Variants:
         def burst() -> Burst:
             sets = [(q, heads_first(k), heads_first(v)) for q, k, v in ops.sets]
             table = ops.block_table(multiple=8 * k_splits)  # 8 pages per block
-            return JaxBurst(call, sets, (table, np.array(case.kv_len, np.int32)), slots(case))
+            return JaxBurst(call, sets, (table, np.array(case.kv_len, np.int32)))
 
         return burst
 
     return {f"{n} splits": with_splits(n) for n in (4, 16)}
-
-
-def _uses_torch(prepare: Callable[[Operands, int], Variants]) -> Callable[[Operands], Variants]:
-    return lambda ops: prepare(ops, slots(ops.case))
 
 
 OURS = "jaxinfer"
@@ -194,7 +183,7 @@ RIVALS = (
         _BOTH,
         ("gpu",),
         ("flashinfer", "torch"),
-        _uses_torch(torch_rivals.flashinfer),
+        torch_rivals.flashinfer,
         _accepts_all,
         "CUDA graph replay, planned beforehand; best backend",
     ),
@@ -225,7 +214,7 @@ RIVALS = (
         ("prefill",),
         ("gpu",),
         ("torch",),
-        _uses_torch(torch_rivals.cudnn_sdpa),
+        torch_rivals.cudnn_sdpa,
         _needs_dense,
         "CUDA graph replay; dense, K and V by head",
     ),

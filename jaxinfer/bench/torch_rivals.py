@@ -30,13 +30,12 @@ class GraphBurst(Burst):
 
     Args:
       calls: one per set of operands, each returning a tensor [tokens, num_qo_heads, head_dim].
-      slots: calls per replay.
     """
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], slots: int) -> None:
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         import torch
 
-        self.slots = max(len(calls), slots)
+        self.slots = len(calls)
         self._torch = torch
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -47,7 +46,7 @@ class GraphBurst(Burst):
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._outs = [calls[slot % len(calls)]() for slot in range(self.slots)]
+            self._outs = [call() for call in calls]
 
     def prepare(self, loops: int) -> Callable[[], Any]:
         def run() -> None:
@@ -59,7 +58,12 @@ class GraphBurst(Burst):
         return run
 
     def output(self) -> jax.Array:
-        return jnp.from_dlpack(self._outs[0].contiguous())
+        return self._as_array(self._outs[0])
+
+    def _as_array(self, tensor: Any) -> jax.Array:
+        tensor = tensor.contiguous()
+        self._torch.cuda.synchronize()  # JAX reads on another stream
+        return jnp.from_dlpack(tensor)
 
 
 def _tensors(ops: Operands) -> list[tuple[Any, Any, Any]]:
@@ -71,12 +75,12 @@ def _tensors(ops: Operands) -> list[tuple[Any, Any, Any]]:
     return list(zip(q, k, v, strict=True))
 
 
-def flashinfer(ops: Operands, slots: int) -> Variants:
+def flashinfer(ops: Operands) -> Variants:
     """FlashInfer's wrappers over the same pages (contiguous cases: its ragged wrapper), one variant per backend."""
-    return {name: partial(_flashinfer_burst, ops, slots, name) for name in _BACKENDS[ops.case.kind]}
+    return {name: partial(_flashinfer_burst, ops, name) for name in _BACKENDS[ops.case.kind]}
 
 
-def _flashinfer_burst(ops: Operands, slots: int, backend: str) -> Burst:
+def _flashinfer_burst(ops: Operands, backend: str) -> Burst:
     import flashinfer as library
     import torch
 
@@ -94,7 +98,7 @@ def _flashinfer_burst(ops: Operands, slots: int, backend: str) -> Burst:
     if case.page_size is None:
         ragged = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
         ragged.plan(qo, kv, *heads, causal=True, **dtypes)
-        return GraphBurst([partial(ragged.run, *s) for s in sets], slots)
+        return GraphBurst([partial(ragged.run, *s) for s in sets])
     lengths = np.array(case.kv_len)
     last_page = to_gpu((lengths - 1) % case.page_size + 1)
     if backend == "persistent":
@@ -102,7 +106,7 @@ def _flashinfer_burst(ops: Operands, slots: int, backend: str) -> Burst:
         wrapper.plan(
             qo, kv, indices, to_gpu(lengths), *heads, case.head_dim, case.page_size, causal=True, **dtypes
         )
-        return GraphBurst([lambda s=s: wrapper.run(s[0], s[1:])[0] for s in sets], slots)  # type: ignore[misc]
+        return GraphBurst([lambda s=s: wrapper.run(s[0], s[1:])[0] for s in sets])  # type: ignore[misc]
     if case.kind == "decode":
         tensor_cores = backend == "fa2"
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
@@ -115,10 +119,10 @@ def _flashinfer_burst(ops: Operands, slots: int, backend: str) -> Burst:
     else:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         wrapper.plan(qo, kv, indices, last_page, *heads, case.page_size, causal=True, **dtypes)
-    return GraphBurst([partial(wrapper.run, s[0], s[1:]) for s in sets], slots)
+    return GraphBurst([partial(wrapper.run, s[0], s[1:]) for s in sets])
 
 
-def cudnn_sdpa(ops: Operands, slots: int) -> Variants:
+def cudnn_sdpa(ops: Operands) -> Variants:
     """torch's scaled_dot_product_attention on cuDNN, operands copied to [batch, heads, tokens, head_dim]."""
 
     def burst() -> Burst:
@@ -142,9 +146,9 @@ def cudnn_sdpa(ops: Operands, slots: int) -> Variants:
         class ByHead(GraphBurst):
             def output(self) -> jax.Array:
                 o = self._outs[0].transpose(1, 2)
-                return jnp.from_dlpack(o.reshape(-1, *o.shape[2:]).contiguous())
+                return self._as_array(o.reshape(-1, *o.shape[2:]))
 
-        return ByHead([partial(call, s) for s in sets], slots)
+        return ByHead([partial(call, s) for s in sets])
 
     return {"": burst}
 
