@@ -9,7 +9,7 @@
 #
 # OUT: folder of the logs. SITE: where the package is installed. EXTRA_SITE: folders with more Python packages (hypothesis,
 # jaxtyping, beartype, gguf, tokenizers, ...). JAXINFER_MODEL: SmolLM2 as GGUF, see tests/test_gpu_models.py. JOBS: test
-# files that run at once. KERNELS: folder of the kernels test's program and cubins.
+# files that run at once. KERNELS: folder of the kernels test's program and cubins. SANITIZER: compute-sanitizer.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-$(mktemp -d)}
@@ -77,7 +77,8 @@ run_kernels() {
 
 sanitize() {
   local sanitizer tool result=0
-  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+  sanitizer=${SANITIZER:-$(command -v compute-sanitizer ||
+    ls /usr/local/cuda*/bin/compute-sanitizer /usr/local/cuda*/compute-sanitizer/compute-sanitizer 2>/dev/null | head -n 1)}
   [ -n "$sanitizer" ] || { echo "compute-sanitizer is not here: skipped"; return 0; }
   [ -x "$kernels/test_kernels" ] || "$python" -P tests/cuda/build.py "$kernels" "${ARCH:-sm_90a}" || return 1
   for tool in memcheck racecheck synccheck; do
