@@ -134,6 +134,8 @@ def tile_config(
         shape = rows.get(dims) or rows[max(dims), max(dims)]
         if tile > 16 * shape.warps_m:
             shape = _fit_two(shape, dims, tile, plain, arch)
+        elif not plain and _number(arch) >= 100:
+            shape = replace(shape, block_kv=min(shape.block_kv, 32))  # for registers, as in _fit_two
         shape = _fit(shape, dims, tile, 2, arch)
     smem = _smem_bytes(shape, dims, tile, _ELEMENT_SIZE[dtype])
     room = _smem_per_multiprocessor(arch) // (smem + _SMEM_RESERVED)
