@@ -37,10 +37,10 @@ def ints(name: str, value: Any, ndim: int) -> Array:
             raise ValueError(f"{name} must be an integer array, got {value.dtype}")
         if value.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimension(s), got shape {value.shape}")
-        info = jnp.iinfo(value.dtype)
-        if info.max > INT32_MAX:
-            value = jnp.clip(value, max(int(info.min), -INT32_MAX - 1), INT32_MAX)
-        return value.astype(jnp.int32)
+        if value.dtype.itemsize >= 4 and value.dtype != jnp.int32:
+            least = 0 if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else -INT32_MAX - 1
+            value = jnp.clip(value, least, INT32_MAX)
+        return jnp.asarray(value, jnp.int32)
     try:
         arr = np.asarray(value)
     except ValueError as error:  # a list of lists of different lengths

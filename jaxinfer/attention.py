@@ -93,7 +93,7 @@ def attention(
         )
     variant.check_operands(layout)
     check_plan(plan, q, v, num_heads(k, kv_layout, layout.contiguous), layout, variant)
-    layer = None if layer is None else layer_operand(layer)
+    layers = None if layer is None else layer_operand(layer)
     if implementation == "reference":
         return reference.attention(
             q,
@@ -103,11 +103,11 @@ def attention(
             plan,
             variant=variant,
             sm_scale=sm_scale,
-            layer=layer,
+            layer=layers,
             kv_layout=kv_layout,
             return_lse=return_lse,
         )
-    o, lse = _bind(q, k, v, layout, plan, variant, float(sm_scale), layer, kv_layout)
+    o, lse = _bind(q, k, v, layout, plan, variant, float(sm_scale), layers, kv_layout)
     return AttentionState(o, lse) if return_lse else o
 
 
@@ -119,7 +119,7 @@ def _bind(
     plan: Plan,
     variant: Variant,
     sm_scale: float,
-    layer: Array | None,
+    layers: Array | None,
     kv_layout: str,
 ) -> tuple[jax.Array, jax.Array]:
     no_ints = np.zeros(0, np.int32)
@@ -130,7 +130,7 @@ def _bind(
         q,
         k,
         v,
-        no_ints if layer is None else layer,
+        no_ints if layers is None else layers,
         plan.data,
         layout.kv_indices,
         layout.kv_offset,
@@ -147,7 +147,7 @@ def _bind(
         window_right=variant.window_right,
         kv_layout=kv_layout,
         contiguous=layout.contiguous,
-        has_layer=layer is not None,
+        has_layer=layers is not None,
         plan_classes=tuple(
             (c.tile, int(c.packed), c.num_queues, c.num_ctas, c.item_capacity) for c in spec.classes
         ),
@@ -296,16 +296,15 @@ def layer_operand(layer: jax.Array | int) -> Array:
 
 def _check_layout(layout: BlockSparse) -> None:
     """Dtypes and shapes of a layout's arrays: kernels index them by the plan's rows and tokens."""
-    rows, blocks = layout.num_rows, np.shape(layout.kv_indices)
-    expected = dict.fromkeys(("q_start", "q_len", "kv_start", "kv_len", "kv_offset"), (rows,))
-    expected |= {"kv_indices": blocks[:1], "q_pos": (layout.num_tokens,)}
+    entries = dict.fromkeys(("q_start", "q_len", "kv_start", "kv_len", "kv_offset"), layout.num_rows)
+    entries |= {"kv_indices": np.shape(layout.kv_indices)[0], "q_pos": layout.num_tokens}
     if layout.block_pos is not None:
-        expected["block_pos"] = blocks[:1]
-    for name, shape in expected.items():
+        entries["block_pos"] = entries["kv_indices"]
+    for name, size in entries.items():
         array = getattr(layout, name)
         dtype = getattr(array, "dtype", type(array).__name__)
-        if dtype != np.int32 or array.shape != shape:
-            raise ValueError(f"layout.{name} must be int32{list(shape)}, got {dtype}{list(np.shape(array))}")
+        if dtype != np.int32 or array.shape != (size,):
+            raise ValueError(f"layout.{name} must be int32[{size}], got {dtype}{list(np.shape(array))}")
 
 
 def check_plan(
