@@ -151,6 +151,12 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
   JAXINFER_CHECK(call.block_pos.element_count() == 0 ||
                      call.block_pos.element_count() == call.kv_indices.element_count(),
                  "block_pos and kv_indices differ in length");
+  JAXINFER_CHECK(!attributes.has_layer || call.layer.element_count() == 1, "layer must have one element");
+  const size_t rows = call.kv_offset.element_count();
+  JAXINFER_CHECK((attributes.rules & kRuleMask) == 0 ||
+                     (call.q_start.element_count() == rows && call.kv_len.element_count() == rows &&
+                      call.mask_indptr.element_count() == rows + 1),
+                 "q_start, kv_len, mask_indptr and kv_offset differ in rows");
 
   params->q = call.q.untyped_data();
   params->k = call.k.untyped_data();
@@ -215,6 +221,7 @@ inline ffi::Error make_params(AppendCall& call, bool hnd, bool has_layer, Append
                  "v must be [num_tokens, num_kv_heads, head_dim] of the pool");
   JAXINFER_CHECK(static_cast<int64_t>(call.slots.element_count()) == k_dims[0],
                  "slots and k differ in num_tokens");
+  JAXINFER_CHECK(!has_layer || call.layer.element_count() == 1, "layer must have one element");
 
   params->k_pages = call.k_pages->untyped_data();
   params->v_pages = call.v_pages->untyped_data();

@@ -27,14 +27,24 @@ def all_host(*arrays: Any) -> bool:
 
 
 def ints(name: str, value: Any, ndim: int) -> Array:
-    """`value` as int32 of rank `ndim`: a private numpy copy of host values, jnp of traced ones."""
+    """`value` as int32 of rank `ndim`: a private numpy copy of host values, jnp of traced ones.
+
+    Host values that int32 cannot hold are refused; traced ones saturate, so that an id that is out of range
+    stays out of range.
+    """
     if isinstance(value, jax.Array):
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise ValueError(f"{name} must be an integer array, got {value.dtype}")
         if value.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimension(s), got shape {value.shape}")
-        return value.astype(jnp.int32)
-    arr = np.asarray(value)
+        if value.dtype.itemsize >= 4 and value.dtype != jnp.int32:
+            least = 0 if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else -INT32_MAX - 1
+            value = jnp.clip(value, least, INT32_MAX)
+        return jnp.asarray(value, jnp.int32)
+    try:
+        arr = np.asarray(value)
+    except ValueError as error:  # a list of lists of different lengths
+        raise ValueError(f"{name} must have {ndim} dimension(s): {error}") from None
     if arr.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimension(s), got shape {arr.shape}")
     if arr.dtype == np.int32:
@@ -43,7 +53,8 @@ def ints(name: str, value: Any, ndim: int) -> Array:
         if arr.size or isinstance(value, np.ndarray):  # [] has no dtype of its own
             raise ValueError(f"{name} must be an integer array, got {arr.dtype}")
     elif arr.size and (arr.max() > INT32_MAX or arr.min() < -INT32_MAX - 1):
-        raise ValueError(f"{name} holds {arr.max()} or {arr.min()}, which int32 cannot")
+        worst = arr.max() if arr.max() > INT32_MAX else arr.min()
+        raise ValueError(f"{name} must be int32, got {worst}, which int32 cannot hold")
     return arr.astype(np.int32)
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import reference
+from . import _args, reference
+from ._args import Array
 from .ffi import attention_attributes, attention_kernel_attributes, bind, make_primitive
 from .layout import BlockSparse
 from .plan import Plan
@@ -26,6 +27,7 @@ KV_LAYOUTS = ("NHD", "HND")
 #: Kernels that a caller may ask for by name; None chooses.
 IMPLEMENTATIONS = ("reference", "mma", "decode", "wgmma")
 DTYPES = ("float32", "float16", "bfloat16")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def attention(
@@ -73,20 +75,26 @@ def attention(
       NotImplementedError: no kernel supports the call.
     """
     variant = Variant() if variant is None else variant
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant must be a jaxinfer.Variant, got {type(variant).__name__}")
     _check_implementation(implementation)
     _check_operands(q, k, v, layout, layer, kv_layout)
+    _check_layout(layout)
     if sm_scale is None:
         sm_scale = 1.0 / math.sqrt(q.shape[2])
     elif isinstance(sm_scale, jax.Array):
         raise TypeError("sm_scale is static and must be a Python float, got a jax.Array")
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+    if not isinstance(sm_scale, (int, float, np.integer, np.floating)):
+        raise TypeError(f"sm_scale must be a Python float, got {sm_scale!r}")
+    if not abs(sm_scale) <= FLOAT32_MAX:
+        raise ValueError(f"sm_scale must be finite in float32, got {sm_scale}")
     if return_lse and not variant.softmax:
         raise ValueError(
             "return_lse=True needs softmax: without it (Variant(softmax=False)) lse is not defined"
         )
     variant.check_operands(layout)
     check_plan(plan, q, v, num_heads(k, kv_layout, layout.contiguous), layout, variant)
+    layers = None if layer is None else layer_operand(layer)
     if implementation == "reference":
         return reference.attention(
             q,
@@ -96,11 +104,11 @@ def attention(
             plan,
             variant=variant,
             sm_scale=sm_scale,
-            layer=layer,
+            layer=layers,
             kv_layout=kv_layout,
             return_lse=return_lse,
         )
-    o, lse = _bind(q, k, v, layout, plan, variant, float(sm_scale), layer, kv_layout, implementation)
+    o, lse = _bind(q, k, v, layout, plan, variant, float(sm_scale), layers, kv_layout, implementation)
     return AttentionState(o, lse) if return_lse else o
 
 
@@ -112,7 +120,7 @@ def _bind(
     plan: Plan,
     variant: Variant,
     sm_scale: float,
-    layer: jax.Array | int | None,
+    layers: Array | None,
     kv_layout: str,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -124,7 +132,7 @@ def _bind(
         q,
         k,
         v,
-        no_ints if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        no_ints if layers is None else layers,
         plan.data,
         layout.kv_indices,
         layout.kv_offset,
@@ -142,7 +150,7 @@ def _bind(
         window_right=variant.window_right,
         kv_layout=kv_layout,
         contiguous=layout.contiguous,
-        has_layer=layer is not None,
+        has_layer=layers is not None,
         plan_classes=tuple(
             (c.tile, int(c.packed), c.num_queues, c.num_ctas, c.item_capacity) for c in spec.classes
         ),
@@ -195,7 +203,7 @@ attention_p = make_primitive(
     _abstract_eval,
     attention_attributes,
     attention_kernel_attributes,
-    instead='Pass implementation="reference" to compute in plain JAX, which supports it.',
+    instead='implementation="reference" is plain JAX, with jax.vmap and forward-mode differentiation.',
 )
 
 
@@ -284,6 +292,27 @@ def check_layer(layer: jax.Array | int | None) -> None:
     dtype, size = getattr(layer, "dtype", None), getattr(layer, "size", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or size != 1:
         raise ValueError(f"layer must be an int32 scalar, got {layer!r}")
+
+
+def layer_operand(layer: jax.Array | int) -> Array:
+    """`layer` as int32 [1]. What int32 cannot hold stays out of range instead of becoming another layer."""
+    if isinstance(layer, jax.Array):
+        return _args.ints("layer", layer.reshape(1), 1)
+    number = max(-1, min(int(np.asarray(layer).item()), _args.INT32_MAX))
+    return np.full(1, number, np.int32)
+
+
+def _check_layout(layout: BlockSparse) -> None:
+    """Dtypes and shapes of a layout's arrays: kernels index them by the plan's rows and tokens."""
+    entries = dict.fromkeys(("q_start", "q_len", "kv_start", "kv_len", "kv_offset"), layout.num_rows)
+    entries |= {"kv_indices": np.shape(layout.kv_indices)[0], "q_pos": layout.num_tokens}
+    if layout.block_pos is not None:
+        entries["block_pos"] = entries["kv_indices"]
+    for name, size in entries.items():
+        array = getattr(layout, name)
+        dtype = getattr(array, "dtype", type(array).__name__)
+        if dtype != np.int32 or array.shape != (size,):
+            raise ValueError(f"layout.{name} must be int32[{size}], got {dtype}{list(np.shape(array))}")
 
 
 def check_plan(

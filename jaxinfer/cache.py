@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from . import _args
-from .attention import DTYPES, check_kv_layout, check_layer, num_heads, page_shape
+from .attention import DTYPES, check_kv_layout, check_layer, layer_operand, num_heads, page_shape
 from .ffi import append_attributes, append_kernel_attributes, bind, make_primitive
 
 
@@ -92,7 +91,7 @@ def append_kv(
         k,
         v,
         slots,
-        np.zeros(0, np.int32) if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        np.zeros(0, np.int32) if layer is None else layer_operand(layer),
         kv_layout=kv_layout,
         has_layer=layer is not None,
     )
@@ -110,5 +109,5 @@ append_p = make_primitive(
     append_attributes,
     append_kernel_attributes,
     aliases={0: 0, 1: 1},
-    instead="`jaxinfer.reference.append_kv` does the same in plain JAX, which supports it.",
+    instead="`jaxinfer.reference.append_kv` does the same in plain JAX, on every platform.",
 )

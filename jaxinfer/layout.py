@@ -281,6 +281,8 @@ def compose(*layouts: BlockSparse) -> BlockSparse:
         raise ValueError("compose needs at least one layout")
     first = layouts[0]
     for i, a in enumerate(layouts):
+        if not isinstance(a, BlockSparse):
+            raise TypeError(f"layout {i} must be a BlockSparse, got {type(a).__name__}")
         for name in ("page_size", "contiguous", "num_tokens"):
             if getattr(a, name) != getattr(first, name):
                 raise ValueError(
@@ -325,7 +327,7 @@ def compose(*layouts: BlockSparse) -> BlockSparse:
 def check(layout: BlockSparse, num_pages: int) -> Array:
     """Number of listed blocks in the used range whose page id is outside [0, num_pages), int32; 0 = good.
 
-    Used are the first `ceil(kv_len / page_size)` blocks of each row; those that lie beyond kv_indices count
+    Used are the first `ceil(kv_len / page_size)` blocks of each row; those that lie outside kv_indices count
     too. Works on the host and inside jit. Contiguous layouts list no blocks: 0.
     """
     num_pages = _args.static_int("num_pages", num_pages)
@@ -333,9 +335,11 @@ def check(layout: BlockSparse, num_pages: int) -> Array:
     if layout.contiguous:
         return xp.zeros((), np.int32)  # type: ignore[no-any-return]
     capacity = layout.kv_indices.shape[0]
-    begin = layout.kv_start
-    end = begin + (layout.kv_len // layout.page_size + (layout.kv_len % layout.page_size > 0))
-    outside = xp.maximum(end, capacity) - xp.maximum(begin, capacity)
+    begin, kv_len = layout.kv_start, xp.maximum(layout.kv_len, 0)
+    blocks = kv_len // layout.page_size + (kv_len % layout.page_size > 0)
+    end = begin + xp.minimum(blocks, INT32_MAX - xp.maximum(begin, 0))  # absurd values must not wrap around
+    outside = blocks - (xp.clip(end, 0, capacity) - xp.clip(begin, 0, capacity))
+    outside = xp.minimum(outside, (INT32_MAX - capacity) // max(layout.num_rows, 1))
     listed = _cover(xp, begin, end, xp.ones(layout.num_rows, np.int32), capacity)
     bad = (layout.kv_indices < 0) | (layout.kv_indices >= num_pages)
     return (xp.sum(xp.where(bad, listed, 0)) + xp.sum(outside)).astype(np.int32)  # type: ignore[no-any-return]

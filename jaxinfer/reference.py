@@ -148,7 +148,7 @@ def _attention(
     top, total, acc = (c[:num_tokens].reshape(num_tokens, num_qo_heads, *c.shape[3:]) for c in carry)
     if not variant.softmax:
         return acc.astype(q.dtype)
-    some = total > 0
+    some = total != 0  # NaN, from a token that is seen, is no empty state
     o = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0).astype(q.dtype)
     if not return_lse:
         return o

@@ -37,7 +37,7 @@ class Variant:
       functor, operands: rules written as CUDA text and the arrays they read; `Variant.from_cuda` fills them.
 
     Raises:
-      ValueError: a negative window, a soft cap that is not a positive finite number, a value of a wrong
+      ValueError: a negative window, a soft cap that float32 cannot use, a value of a wrong
         kind, or only one of the mask arrays.
       TypeError: a static field is traced.
     """
@@ -178,4 +178,7 @@ def _soft_cap(value: Any) -> float | None:
     number = float(value)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"logits_soft_cap must be a positive finite number, or None for off; got {number}")
+    # Kernels multiply by the cap and by its reciprocal: float32 must hold both, and not as subnormal numbers.
+    if not 2.0**-126 <= number <= 2.0**126:
+        raise ValueError(f"logits_soft_cap must be from 2**-126 to 2**126 (float32), got {number}")
     return number

@@ -227,3 +227,27 @@ def test_skipped_slots_may_repeat() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert call(slots=[-1, -1, 24])[0].shape == (6, 4, 2, 16)
+
+
+@pytest.mark.parametrize("layer", [2**32, -(2**32), np.int64(2**32), np.uint64(2**63)])
+def test_layers_beyond_int32_are_out_of_range(layer: Any) -> None:
+    pool, x = jnp.zeros((1, 6, 4, 2, 16)), jnp.ones((3, 2, 16))
+    assert not call(k_pages=pool, v_pages=pool, k=x, v=x, layer=layer)[0].any()
+    layout = jaxinfer.paged([0, 3], [0, 1], [0], [3], 4)
+    plan = jaxinfer.plan(layout, num_qo_heads=2, num_kv_heads=2, head_dim=16, dtype=np.float32)
+    for implementation in (None, "reference"):
+        state = jaxinfer.attention(
+            x, pool, pool, layout, plan, layer=layer, implementation=implementation, return_lse=True
+        )
+        assert np.isneginf(state.lse).all()
+
+
+def test_traced_64_bit_integers_do_not_wrap_around() -> None:
+    with jax.enable_x64(True):
+        pool, x = jnp.zeros((1, 6, 4, 2, 16), jnp.float32), jnp.ones((3, 2, 16), jnp.float32)
+        slots, layer = jnp.array([2**32, -(2**32), 5]), jnp.array(0)
+        k = jax.jit(jaxinfer.append_kv)(pool, pool, x, x, slots, layer=layer)[0]
+        assert k.sum() == 2 * 16 and (k[0, 1, 1] == 1).all()
+        assert not jax.jit(jaxinfer.append_kv)(pool, pool, x, x, slots, layer=layer + 2**32)[0].any()
+        layout = jax.jit(lambda ids: jaxinfer.paged([0, 1], [0, 2], ids, [8], 4))(jnp.array([1, 2**32 + 2]))
+        assert layout.kv_indices.dtype == jnp.int32 and int(jaxinfer.check(layout, 6)) == 1

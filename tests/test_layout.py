@@ -225,6 +225,23 @@ def test_check_counts_used_blocks_only() -> None:
     assert check(beyond, 100) == 1 + 2  # page -1, and two blocks behind the five entries
 
 
+@pytest.mark.parametrize(
+    "absurd, expected",
+    [
+        ({"kv_len": np.array([5, -9], np.int32)}, 0),  # no tokens, not the block before the row
+        ({"kv_len": np.array([-9, 1], np.int32)}, 1),
+        ({"kv_start": np.array([-3, 0], np.int32)}, 2),  # blocks before kv_indices
+        ({"kv_start": np.full(2, 2**31 - 1, np.int32)}, 3),
+        ({"kv_len": np.full(2, 2**31 - 1, np.int32), "kv_start": np.full(2, 2**31 - 1, np.int32)}, 2**30),
+    ],
+)
+def test_check_of_absurd_rows(absurd: dict[str, Any], expected: int) -> None:
+    a = paged([0, 1, 2], [0, 2, 4], [0, 5, -1, 99, 99], [5, 1], page_size=4)
+    layout = BlockSparse(**{**vars(a), **absurd})
+    for got in (check(layout, 100), jax.jit(check, static_argnums=1)(layout, 100)):
+        assert min(int(got), 2**30) == expected
+
+
 def test_mixture_of_host_and_traced_values() -> None:
     qo, indptr, kv_len = np.array([0, 1, 3]), np.array([0, 2, 4]), np.array([5, 2])
     make = jax.jit(lambda ids, lens: paged(qo, indptr, ids, lens, 4))  # qo on the host says num_tokens
@@ -305,7 +322,17 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: paged([0, 1], [0, 1], [2**31], [1], 4),
         ValueError,
-        r"kv_indices holds 2147483648 .* int32 cannot",
+        r"kv_indices must be int32, got 2147483648, which int32 cannot hold",
+    ),
+    (
+        lambda: paged([0, 1], [0, 1], [-(2**31) - 1], [1], 4),
+        ValueError,
+        r"kv_indices must be int32, got -2147483649, which int32 cannot hold",
+    ),
+    (
+        lambda: from_block_table([[0], [0, 1]], [1, 1], [0, 1, 2], 4),
+        ValueError,
+        r"block_table must have 2 dimension\(s\): .*inhomogeneous",
     ),
     (
         lambda: paged([0, 1, 2], [0, 1, 3], [0, 1, 7], [4, 5], 4, num_pages=7),
@@ -333,6 +360,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         r"num_kv_tokens 9 does not end in",
     ),
     (lambda: compose(), ValueError, r"at least one layout"),
+    (lambda: compose([]), TypeError, r"layout 0 must be a BlockSparse, got list"),
     (
         lambda: compose(paged([0, 1], [0, 1], [0], [1], 4), paged([0, 1], [0, 1], [0], [1], 8)),
         ValueError,

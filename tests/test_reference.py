@@ -222,6 +222,14 @@ def test_huge_logits_are_still_a_softmax() -> None:
         closed_form((q, k, v, ragged([0, 1], [0, 2]), Variant()), [o], [shift + LN(1 + math.e)], sm_scale=1.0)
 
 
+def test_nan_that_is_seen_is_no_empty_state() -> None:
+    k, layout = np.full((2, 1, 16), np.nan, np.float32), ragged([0, 1, 2], [0, 1, 2])
+    k[1] = 0
+    state = reference.attention(np.zeros((2, 1, 16), np.float32), k, k, layout, return_lse=True)
+    np.testing.assert_array_equal(np.isnan(state.o).all(axis=(1, 2)), [True, False])
+    np.testing.assert_array_equal(np.isnan(state.lse)[:, 0], [True, False])
+
+
 def test_page_ids_outside_the_pool_count_as_masked() -> None:
     pages = np.zeros((3, 2, 1, 16), np.float32) + np.arange(3, dtype=np.float32)[:, None, None, None]
     layout = paged([0, 1, 2], [0, 3, 4], [1, 99, 2, -1], [6, 2], 2)

@@ -383,14 +383,20 @@ class MmaAttention {
       const int64_t at = (first + rows_.token(i)) * params_.num_qo_heads + rows_.qo_head(i);
       float inverse = 1.0f;
       if constexpr (Variant::kSoftmax) {
-        // A row that saw nothing has o = 0 exactly, whatever its sums hold. Partial sums stay undivided.
-        if (final) inverse = softmax_.l[r] == 0.0f ? 0.0f : 1.0f / softmax_.l[r];
-        if ((lane() & 3) == 0) {
-          if (final) {
-            params_.lse[at] = natural_lse(softmax_.m[r], scale(), softmax_.l[r]);
-          } else {
-            params_.partial_max[at] = __fmul_rn(softmax_.m[r], scale());
-            params_.partial_sum[at] = softmax_.l[r];
+        const float m = softmax_.m[r];
+        const float l = softmax_.l[r];
+        const bool empty = l == 0.0f;
+        if (final) {
+          // A row that saw nothing has o = 0 exactly, whatever its sums hold.
+          inverse = empty ? 0.0f : 1.0f / l;
+          if ((lane() & 3) == 0) params_.lse[at] = natural_lse(m, scale(), l);
+        } else {
+          // Sums are relative to the rounded m * scale; the difference to the largest logit goes into them.
+          const float largest = empty ? -infinity() : Variant::kLogits ? m : m * logit_scale();
+          if (!empty) inverse = exp2_fast(-fmaf(largest, kLog2e, -__fmul_rn(m, scale())));
+          if ((lane() & 3) == 0) {
+            params_.partial_max[at] = largest;
+            params_.partial_sum[at] = l * inverse;
           }
         }
       }

@@ -220,15 +220,16 @@ class SimtAttention {
       if constexpr (Variant::kMask) keep = keep && variant.mask(row, col);
     }
     if constexpr (Variant::kSoftmax) {
-      const float x = keep ? s * kLog2e : -infinity();
+      const float x = keep ? s : -infinity();
       float largest = fmaxf(x, shuffle_xor(x, 1));
       largest = fmaxf(largest, shuffle_xor(largest, 2));
       largest = fmaxf(largest, shuffle_xor(largest, 4));
       largest = fmaxf(m, largest);
+      // Differences first: a product with log2(e) would round large logits, or overflow.
       const float shift = finite_max(largest);
-      factor = rescale_factor(m, 1.0f, shift);
+      factor = exp2_fast((m - shift) * kLog2e);
       m = largest;
-      p = exp2_fast(x - shift);
+      p = exp2_fast((x - shift) * kLog2e);
       l = fmaf(l, factor, p);
     } else {
       p = keep ? s : 0.0f;
@@ -325,7 +326,7 @@ class SimtAttention {
 #pragma unroll
       for (int w = 0; w < Config::kStreams; ++w) {
         weight[w] =
-            Variant::kSoftmax ? rescale_factor(states[w * kSimtMaxRows + r].x, 1.0f, finite_max(m)) : 1.0f;
+            Variant::kSoftmax ? exp2_fast((states[w * kSimtMaxRows + r].x - finite_max(m)) * kLog2e) : 1.0f;
         l = fmaf(weight[w], states[w * kSimtMaxRows + r].y, l);
       }
       // A row that saw nothing has o = 0 exactly, whatever its sums hold. Partial sums stay undivided.
@@ -342,7 +343,7 @@ class SimtAttention {
       const int64_t at = int64_t{final ? token_ : item.out} * params_.num_qo_heads + first_head_ + r;
       if (Variant::kSoftmax && chunk == 0) {
         if (final) {
-          params_.lse[at] = natural_lse(m, 1.0f, l);
+          params_.lse[at] = l > 0.0f ? m + log2_fast(l) * kLn2 : -infinity();
         } else {
           params_.partial_max[at] = m;
           params_.partial_sum[at] = l;

@@ -41,7 +41,7 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
       if constexpr (Variant::kSoftmax) {
         const float sum = params.partial_sum[at];
         empty = sum == 0.0f;  // left out by selection: whatever its o holds cannot leak
-        weight = empty ? 0.0f : exp2_fast(params.partial_max[at] - m);
+        weight = empty ? 0.0f : exp2_fast((params.partial_max[at] - m) * kLog2e);
         total = empty ? total : fmaf(weight, sum, total);
       }
       const float4* const from = reinterpret_cast<const float4*>(params.partial_o + at * params.head_dim_vo);
@@ -61,7 +61,7 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
     float inverse = 1.0f;
     if constexpr (Variant::kSoftmax) {
       inverse = total == 0.0f ? 0.0f : 1.0f / total;
-      if (lane == 0) params.lse[row] = total == 0.0f ? -infinity() : (m + log2_fast(total)) * kLn2;
+      if (lane == 0) params.lse[row] = total == 0.0f ? -infinity() : m + log2_fast(total) * kLn2;
     }
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {

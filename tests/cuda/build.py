@@ -33,11 +33,17 @@ def build_program(folder: Path, jobs: ThreadPoolExecutor) -> Path:
         "isa_avx2.cc": "-mavx2,-mfma,-mf16c",
         "isa_avx512.cc": "-mavx512f,-mavx512bw,-mavx512vl,-mavx512dq,-mfma,-mf16c,-mprefer-vector-width=512",
     }
-    sources = [*(ROOT / "csrc/plan").glob("*.cc"), *(ROOT / "csrc/cpu").glob("*.cc"), *(ROOT / "tests/cuda" / name for name in ("test_kernels.cc", "bench.cc"))]
+    sources = [
+        *(ROOT / "csrc/plan").glob("*.cc"),
+        *(ROOT / "csrc/cpu").glob("*.cc"),
+        *(ROOT / "tests/cuda" / name for name in ("test_kernels.cc", "bench.cc")),
+    ]
 
     def compile_one(source: Path) -> str:
         out = folder / f"{source.parent.name}_{source.stem}.o"
-        newest = max(f.stat().st_mtime for f in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("tests/cuda/*.h"), source])
+        newest = max(
+            f.stat().st_mtime for f in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("tests/cuda/*.h"), source]
+        )
         if out.exists() and out.stat().st_mtime > newest:
             return str(out)
         extra = f",{flags[source.name]}" if source.name in flags else ""
@@ -58,12 +64,27 @@ def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
     source, cubin = folder / f"k{index}.cu", f"k{index}.cubin"
     source.write_text(rendered.text)
     host = ["-ccbin", "gcc-12"] if os.path.exists("/usr/bin/gcc-12") else []
-    log = run("nvcc", "-std=c++17", f"-arch={arch}", "-cubin", *host, f"-I{ROOT}/csrc", "-lineinfo", "-Xptxas=-v",
-              "-diag-suppress=20012", "-o", str(folder / cubin), str(source))
+    log = run(
+        "nvcc",
+        "-std=c++17",
+        f"-arch={arch}",
+        "-cubin",
+        *host,
+        f"-I{ROOT}/csrc",
+        "-lineinfo",
+        "-Xptxas=-v",
+        "-diag-suppress=20012",
+        "-o",
+        str(folder / cubin),
+        str(source),
+    )
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores", log)
-    print(f"{spec}: {registers.group(1) if registers else '?'} registers, {rendered.smem_bytes} bytes of shared memory"
-          + (f", SPILLS {spills.group(1)} bytes" if spills and spills.group(1) != "0" else ""), flush=True)
+    print(
+        f"{spec}: {registers.group(1) if registers else '?'} registers, {rendered.smem_bytes} bytes of shared memory"
+        + (f", SPILLS {spills.group(1)} bytes" if spills and spills.group(1) != "0" else ""),
+        flush=True,
+    )
     return "\t".join([line, cubin, rendered.entry, str(rendered.num_threads), str(rendered.smem_bytes)])
 
 
