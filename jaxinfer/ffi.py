@@ -14,14 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-try:
-    from . import _native
-except ImportError as error:
-    raise ImportError(
-        "jaxinfer's compiled library (jaxinfer._native) is missing: the package was imported from a source folder "
-        "in which it was not installed. Run `python -m pip install -e .` there, or import jaxinfer from elsewhere."
-    ) from error
-
+from . import _native
 from .jit.registry import load
 from .jit.select import append_kernels, attention_kernels
 from .jit.spec import FunctorSource

@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import cpu_only
 
 from jaxinfer.bench import cases as rows
 from jaxinfer.bench.burst import JaxBurst, race
@@ -136,6 +137,7 @@ def test_bursts_run_every_set_and_take_turns():
     assert race({"a": burst, "b": burst}, seconds=0.0)["a"].rounds == 5
 
 
+@cpu_only("the refusal where there is no GPU")
 def test_rows_are_for_gpus_on_decode(capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "decode", "--rows", "B1x8192"]) == 1
     assert "--rows: decode has named rows on a GPU only" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from backend import cpu_only
 
 from jaxinfer import __version__
 from jaxinfer.cli import main
@@ -157,6 +158,7 @@ def test_bench_plan(capsys: pytest.CaptureFixture[str]):
         assert text in captured.out
 
 
+@cpu_only("the options of its table")
 def test_bench_decode_with_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     png = tmp_path / "decode.png"
     argv = [
