@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from . import _args, reference
 from ._args import Array
-from .ffi import attention_attributes, bind, make_primitive
+from .ffi import ABSENT, attention_attributes, bind, make_primitive
 from .layout import BlockSparse
 from .plan import Plan
 from .state import AttentionState
@@ -122,7 +122,6 @@ def _bind(
     layers: Array | None,
     kv_layout: str,
 ) -> tuple[jax.Array, jax.Array]:
-    no_ints = np.zeros(0, np.int32)
     masked = variant.mask_bits is not None
     spec = plan.spec
     o, lse, _ = bind(
@@ -130,16 +129,16 @@ def _bind(
         q,
         k,
         v,
-        no_ints if layers is None else layers,
+        ABSENT if layers is None else layers,
         plan.data,
-        layout.kv_indices,
+        ABSENT if layout.contiguous else layout.kv_indices,
         layout.kv_offset,
         layout.q_pos,
-        no_ints if layout.block_pos is None else layout.block_pos,
-        layout.q_start if masked else no_ints,
-        layout.kv_len if masked else no_ints,
-        variant.mask_bits if masked else np.zeros(0, np.uint8),
-        variant.mask_indptr if masked else no_ints,
+        ABSENT if layout.block_pos is None else layout.block_pos,
+        layout.q_start if masked else ABSENT,
+        layout.kv_len if masked else ABSENT,
+        variant.mask_bits if masked else ABSENT.astype(np.uint8),
+        variant.mask_indptr if masked else ABSENT,
         rules=rules(variant),
         sm_scale=sm_scale,
         logits_soft_cap=variant.logits_soft_cap,
@@ -148,6 +147,7 @@ def _bind(
         kv_layout=kv_layout,
         contiguous=layout.contiguous,
         has_layer=layers is not None,
+        has_block_pos=layout.block_pos is not None,
         plan_classes=tuple(
             (c.tile, int(c.packed), c.num_queues, c.num_ctas, c.item_capacity) for c in spec.classes
         ),
@@ -190,7 +190,7 @@ def _abstract_eval(
 
 
 #: Operands: q, k, v, layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len, mask_bits, mask_indptr
-#: (an absent one has no elements). Results: o, lse, workspace (partial o, max, sum).
+#: (in place of an absent one: ABSENT). Results: o, lse, workspace (partial o, max, sum).
 attention_p = make_primitive(
     "jaxinfer_attention",
     _abstract_eval,

@@ -27,6 +27,10 @@ RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8,
 
 Attributes = Mapping[str, Any]
 
+#: Stands for an operand that a call does not have; an attribute says so. It has an element because jaxlib 0.11.2
+#: crashes when it compiles an empty constant for several devices.
+ABSENT = np.zeros(1, np.int32)
+
 
 def _register_targets() -> dict[str, frozenset[str]]:
     """Registers every handler with XLA; returns the targets of each platform."""
@@ -52,6 +56,7 @@ def attention_attributes(
     kv_layout: str,
     contiguous: bool,
     has_layer: bool,
+    has_block_pos: bool,
     plan_classes: Sequence[Sequence[int]],
     merge_capacity: int,
     slot_capacity: int,
@@ -66,6 +71,7 @@ def attention_attributes(
         "hnd": np.bool_(kv_layout == "HND"),
         "contiguous": np.bool_(contiguous),
         "has_layer": np.bool_(has_layer),
+        "has_block_pos": np.bool_(has_block_pos),
         "plan_classes": np.asarray(plan_classes, np.int32).reshape(-1),
         "merge_capacity": np.int32(merge_capacity),
         "slot_capacity": np.int32(slot_capacity),
