@@ -40,12 +40,6 @@ inline ffi::Error to_dtype(ffi::DataType type, DType* dtype) {
   }
 }
 
-// An optional operand is passed with zero elements when it is absent.
-template <typename Buffer>
-auto* data_or_null(const Buffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
-}
-
 // Shape and strides of one cache tensor, [num_layers?, num_pages, page_size, num_kv_heads, head_dim] ("NHD"),
 // [num_layers?, num_pages, num_kv_heads, page_size, head_dim] ("HND"), or contiguous
 // [num_layers?, num_kv_tokens, num_kv_heads, head_dim].
@@ -111,7 +105,7 @@ struct AttentionAttributes {
   int32_t rules;
   float sm_scale, logits_soft_cap;
   int32_t window_left, window_right;
-  bool hnd, contiguous, has_layer;
+  bool hnd, contiguous, has_layer, has_block_pos;
   ffi::Span<const int32_t> plan_classes;
   int32_t merge_capacity, slot_capacity;
 };
@@ -148,14 +142,14 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
                  "the workspace is smaller than the plan's partial states");
   JAXINFER_CHECK(static_cast<int64_t>(call.q_pos.element_count()) == q_dims[0],
                  "q_pos and q differ in num_tokens");
-  JAXINFER_CHECK(call.block_pos.element_count() == 0 ||
-                     call.block_pos.element_count() == call.kv_indices.element_count(),
-                 "block_pos and kv_indices differ in length");
+  JAXINFER_CHECK(
+      !attributes.has_block_pos || call.block_pos.element_count() == call.kv_indices.element_count(),
+      "block_pos and kv_indices differ in length");
   JAXINFER_CHECK(!attributes.has_layer || call.layer.element_count() == 1, "layer must have one element");
   const size_t rows = call.kv_offset.element_count();
-  JAXINFER_CHECK((attributes.rules & kRuleMask) == 0 ||
-                     (call.q_start.element_count() == rows && call.kv_len.element_count() == rows &&
-                      call.mask_indptr.element_count() == rows + 1),
+  const bool masked = (attributes.rules & kRuleMask) != 0;
+  JAXINFER_CHECK(!masked || (call.q_start.element_count() == rows && call.kv_len.element_count() == rows &&
+                             call.mask_indptr.element_count() == rows + 1),
                  "q_start, kv_len, mask_indptr and kv_offset differ in rows");
 
   params->q = call.q.untyped_data();
@@ -163,10 +157,10 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
   params->v = call.v.untyped_data();
   params->layer = attributes.has_layer ? call.layer.typed_data() : nullptr;
   params->plan = call.plan.typed_data();
-  params->kv_indices = data_or_null(call.kv_indices);
+  params->kv_indices = attributes.contiguous ? nullptr : call.kv_indices.typed_data();
   params->kv_offset = call.kv_offset.typed_data();
   params->q_pos = call.q_pos.typed_data();
-  params->block_pos = data_or_null(call.block_pos);
+  params->block_pos = attributes.has_block_pos ? call.block_pos.typed_data() : nullptr;
   params->o = call.o->untyped_data();
   params->lse = call.lse->typed_data();
   params->partial_o = call.workspace->typed_data();
@@ -182,19 +176,21 @@ inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& at
   params->num_layers = static_cast<int32_t>(k_shape.num_layers);
   params->num_pages = k_shape.num_pages;
   params->page_size = static_cast<int32_t>(k_shape.page_size);
-  params->kv_indices_capacity = static_cast<int64_t>(call.kv_indices.element_count());
+  params->kv_indices_capacity =
+      attributes.contiguous ? 0 : static_cast<int64_t>(call.kv_indices.element_count());
   params->k_strides = k_shape.strides;
   params->v_strides = v_shape.strides;
-  params->variant = VariantParams{.rules = static_cast<uint32_t>(attributes.rules),
-                                  .sm_scale = attributes.sm_scale,
-                                  .logits_soft_cap = attributes.logits_soft_cap,
-                                  .window_left = attributes.window_left,
-                                  .window_right = attributes.window_right,
-                                  .mask_bits = data_or_null(call.mask_bits),
-                                  .mask_indptr = data_or_null(call.mask_indptr),
-                                  .mask_capacity = static_cast<int64_t>(call.mask_bits.element_count()),
-                                  .q_start = data_or_null(call.q_start),
-                                  .kv_len = data_or_null(call.kv_len)};
+  params->variant =
+      VariantParams{.rules = static_cast<uint32_t>(attributes.rules),
+                    .sm_scale = attributes.sm_scale,
+                    .logits_soft_cap = attributes.logits_soft_cap,
+                    .window_left = attributes.window_left,
+                    .window_right = attributes.window_right,
+                    .mask_bits = masked ? call.mask_bits.typed_data() : nullptr,
+                    .mask_indptr = masked ? call.mask_indptr.typed_data() : nullptr,
+                    .mask_capacity = masked ? static_cast<int64_t>(call.mask_bits.element_count()) : 0,
+                    .q_start = masked ? call.q_start.typed_data() : nullptr,
+                    .kv_len = masked ? call.kv_len.typed_data() : nullptr};
   return ffi::Error::Success();
 }
 

@@ -22,8 +22,8 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                      ffi::Result<ffi::AnyBuffer> o, ffi::ResultBuffer<ffi::DataType::F32> lse,
                      ffi::ResultBuffer<ffi::DataType::F32> workspace, int32_t rules, float sm_scale,
                      float logits_soft_cap, int32_t window_left, int32_t window_right, bool hnd,
-                     bool contiguous, bool has_layer, ffi::Span<const int32_t> plan_classes,
-                     int32_t merge_capacity, int32_t slot_capacity) {
+                     bool contiguous, bool has_layer, bool has_block_pos,
+                     ffi::Span<const int32_t> plan_classes, int32_t merge_capacity, int32_t slot_capacity) {
   AttentionCall call{q,         k,       v,      layer,     plan,        kv_indices, kv_offset, q_pos,
                      block_pos, q_start, kv_len, mask_bits, mask_indptr, o,          lse,       workspace};
   AttentionParams params;
@@ -36,6 +36,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                                         .hnd = hnd,
                                         .contiguous = contiguous,
                                         .has_layer = has_layer,
+                                        .has_block_pos = has_block_pos,
                                         .plan_classes = plan_classes,
                                         .merge_capacity = merge_capacity,
                                         .slot_capacity = slot_capacity},
@@ -88,6 +89,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attention_cpu, attention,
                                   .Attr<bool>("hnd")
                                   .Attr<bool>("contiguous")
                                   .Attr<bool>("has_layer")
+                                  .Attr<bool>("has_block_pos")
                                   .Attr<ffi::Span<const int32_t>>("plan_classes")
                                   .Attr<int32_t>("merge_capacity")
                                   .Attr<int32_t>("slot_capacity"));

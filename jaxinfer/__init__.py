@@ -6,14 +6,8 @@ paged cache and attend over it. Models, benchmarks and the command line are subp
 
 from __future__ import annotations
 
-try:
-    from . import _native as _native
-except ImportError as error:
-    raise ImportError(
-        "jaxinfer's compiled library (jaxinfer._native) is missing: the package was imported from a source folder "
-        "in which it was not installed. Run `python -m pip install -e .` there, or import jaxinfer from elsewhere."
-    ) from error
-
+# ffi comes first: it loads jaxlib before the compiled library (the other order has crashed), and says what is missing.
+from . import ffi as ffi
 from . import reference
 from .attention import attention
 from .cache import append_kv

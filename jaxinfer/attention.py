@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from . import _args, reference
 from ._args import Array
-from .ffi import attention_attributes, attention_kernel_attributes, bind, make_primitive
+from .ffi import ABSENT, attention_attributes, attention_kernel_attributes, bind, make_primitive
 from .layout import BlockSparse
 from .plan import Plan
 from .state import AttentionState
@@ -124,7 +124,6 @@ def _bind(
     kv_layout: str,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    no_ints = np.zeros(0, np.int32)
     masked = variant.mask_bits is not None
     spec = plan.spec
     o, lse, _ = bind(
@@ -132,16 +131,16 @@ def _bind(
         q,
         k,
         v,
-        no_ints if layers is None else layers,
+        ABSENT if layers is None else layers,
         plan.data,
-        layout.kv_indices,
+        ABSENT if layout.contiguous else layout.kv_indices,
         layout.kv_offset,
         layout.q_pos,
-        no_ints if layout.block_pos is None else layout.block_pos,
-        layout.q_start if masked else no_ints,
-        layout.kv_len if masked else no_ints,
-        variant.mask_bits if masked else np.zeros(0, np.uint8),
-        variant.mask_indptr if masked else no_ints,
+        ABSENT if layout.block_pos is None else layout.block_pos,
+        layout.q_start if masked else ABSENT,
+        layout.kv_len if masked else ABSENT,
+        variant.mask_bits if masked else ABSENT.astype(np.uint8),
+        variant.mask_indptr if masked else ABSENT,
         *variant.operands,
         rules=rules(variant),
         sm_scale=sm_scale,
@@ -151,6 +150,7 @@ def _bind(
         kv_layout=kv_layout,
         contiguous=layout.contiguous,
         has_layer=layers is not None,
+        has_block_pos=layout.block_pos is not None,
         plan_classes=tuple(
             (c.tile, int(c.packed), c.num_queues, c.num_ctas, c.item_capacity) for c in spec.classes
         ),
@@ -196,8 +196,8 @@ def _abstract_eval(
 
 
 #: Operands: q, k, v, layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len, mask_bits, mask_indptr
-#: (an absent one has no elements), then the arrays of `Variant.from_cuda`. Results: o, lse, workspace (partial o,
-#: max, sum).
+#: (in place of an absent one: ABSENT), then the arrays of `Variant.from_cuda`. Results: o, lse, workspace (partial
+#: o, max, sum).
 attention_p = make_primitive(
     "jaxinfer_attention",
     _abstract_eval,

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _args
 from .attention import DTYPES, check_kv_layout, check_layer, layer_operand, num_heads, page_shape
-from .ffi import append_attributes, append_kernel_attributes, bind, make_primitive
+from .ffi import ABSENT, append_attributes, append_kernel_attributes, bind, make_primitive
 
 
 def append_kv(
@@ -91,7 +91,7 @@ def append_kv(
         k,
         v,
         slots,
-        np.zeros(0, np.int32) if layer is None else layer_operand(layer),
+        ABSENT if layer is None else layer_operand(layer),
         kv_layout=kv_layout,
         has_layer=layer is not None,
     )
@@ -102,7 +102,7 @@ def _abstract_eval(k_pages: Any, v_pages: Any, *operands: Any, **params: Any) ->
     return k_pages.update(weak_type=False), v_pages.update(weak_type=False)
 
 
-#: Operands: k_pages, v_pages, k, v, slots, layer (absent: no elements). Results: k_pages, v_pages, aliased.
+#: Operands: k_pages, v_pages, k, v, slots, layer (or ABSENT). Results: k_pages, v_pages, aliased.
 append_p = make_primitive(
     "jaxinfer_append",
     _abstract_eval,

@@ -14,7 +14,14 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from . import _native
+try:
+    from . import _native
+except ImportError as error:
+    raise ImportError(
+        "jaxinfer's compiled library (jaxinfer._native) is missing: the package was imported from a source folder "
+        "in which it was not installed. Run `python -m pip install -e .` there, or import jaxinfer from elsewhere."
+    ) from error
+
 from .jit.registry import load
 from .jit.select import append_kernels, attention_kernels
 from .jit.spec import FunctorSource
@@ -23,6 +30,10 @@ from .jit.spec import FunctorSource
 RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8, "mask": 16, "softmax": 32}
 
 Attributes = Mapping[str, Any]
+
+#: Stands for an operand that a call does not have; an attribute says so. It has an element because jaxlib 0.11.2
+#: crashes when it compiles an empty constant for several devices.
+ABSENT = np.zeros(1, np.int32)
 
 
 def _register_targets() -> dict[str, frozenset[str]]:
@@ -51,6 +62,7 @@ def attention_attributes(
     kv_layout: str,
     contiguous: bool,
     has_layer: bool,
+    has_block_pos: bool,
     plan_classes: Sequence[Sequence[int]],
     merge_capacity: int,
     slot_capacity: int,
@@ -66,6 +78,7 @@ def attention_attributes(
         "hnd": np.bool_(kv_layout == "HND"),
         "contiguous": np.bool_(contiguous),
         "has_layer": np.bool_(has_layer),
+        "has_block_pos": np.bool_(has_block_pos),
         "plan_classes": np.asarray(plan_classes, np.int32).reshape(-1),
         "merge_capacity": np.int32(merge_capacity),
         "slot_capacity": np.int32(slot_capacity),
