@@ -86,6 +86,7 @@ def attention(
         raise TypeError("sm_scale is static and must be a Python float, got a jax.Array")
     if not isinstance(sm_scale, (int, float, np.integer, np.floating)):
         raise TypeError(f"sm_scale must be a Python float, got {sm_scale!r}")
+    sm_scale = float(sm_scale)
     if not abs(sm_scale) <= FLOAT32_MAX:
         raise ValueError(f"sm_scale must be finite in float32, got {sm_scale}")
     if return_lse and not variant.softmax:
@@ -108,7 +109,7 @@ def attention(
             kv_layout=kv_layout,
             return_lse=return_lse,
         )
-    o, lse = _bind(q, k, v, layout, plan, variant, float(sm_scale), layers, kv_layout, implementation)
+    o, lse = _bind(q, k, v, layout, plan, variant, sm_scale, layers, kv_layout, implementation)
     return AttentionState(o, lse) if return_lse else o
 
 
