@@ -7,5 +7,8 @@ namespace jaxinfer {
 
 extern "C" XLA_FFI_Error* jaxinfer_attention_cpu(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* jaxinfer_append_cpu(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* jaxinfer_initialize_cuda(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* jaxinfer_attention_cuda(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* jaxinfer_append_cuda(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace jaxinfer

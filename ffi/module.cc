@@ -11,6 +11,7 @@ namespace nb = nanobind;
 namespace jaxinfer {
 
 void bind_plan(nb::module_& m);  // plan_binding.cc
+void bind_cuda(nb::module_& m);  // cuda_binding.cc
 
 namespace {
 
@@ -27,15 +28,27 @@ NB_MODULE(_native, m) {
         nb::dict cpu;
         cpu["jaxinfer_attention"] = handler(jaxinfer_attention_cpu);
         cpu["jaxinfer_append"] = handler(jaxinfer_append_cpu);
+        // A GPU call loads its kernels in the initialize stage, which runs before every execution.
+        nb::dict attention;
+        attention["initialize"] = handler(jaxinfer_initialize_cuda);
+        attention["execute"] = handler(jaxinfer_attention_cuda);
+        nb::dict append;
+        append["initialize"] = handler(jaxinfer_initialize_cuda);
+        append["execute"] = handler(jaxinfer_append_cuda);
+        nb::dict gpu;
+        gpu["jaxinfer_attention"] = attention;
+        gpu["jaxinfer_append"] = append;
         nb::dict platforms;
         platforms["cpu"] = cpu;
+        platforms["CUDA"] = gpu;
         return platforms;
       },
-      "Handler capsules by platform and FFI target name.");
+      "Handler capsules by platform and FFI target name; where a target has stages, a dict of them.");
   m.def(
       "cpu_isa", [] { return std::string(cpu::isa_name(cpu::isa())); },
       "The instruction set that the CPU executor uses here: 'scalar', 'avx2' or 'avx512'.");
   bind_plan(m);
+  bind_cuda(m);
 }
 
 }  // namespace jaxinfer

@@ -6,6 +6,8 @@ paged cache and attend over it. Models, benchmarks and the command line are subp
 
 from __future__ import annotations
 
+# ffi comes first: it loads jaxlib before the compiled library (the other order crashed), and says what is missing.
+from . import ffi as ffi
 from . import reference
 from .attention import attention
 from .cache import append_kv

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from . import _args, reference
 from ._args import Array
-from .ffi import ABSENT, attention_attributes, bind, make_primitive
+from .ffi import ABSENT, attention_attributes, attention_kernel_attributes, bind, make_primitive
 from .layout import BlockSparse
 from .plan import Plan
 from .state import AttentionState
@@ -63,7 +63,8 @@ def attention(
       layer: int32 scalar, an operand; out of range gives the empty state.
       kv_layout: "NHD" or "HND".
       return_lse: also return the log-sum-exp.
-      implementation: None (the plan's kernel for the platform) or "reference" (plain JAX, every platform).
+      implementation: None (the plan's kernels for the platform), "reference" (plain JAX, every platform) or "mma"
+        (tensor cores through mma.sync; GPU, 16-bit dtypes).
 
     Returns:
       o [num_tokens, num_qo_heads, head_dim_vo] in q's dtype, or `AttentionState(o, lse)` with lse float32
@@ -108,7 +109,7 @@ def attention(
             kv_layout=kv_layout,
             return_lse=return_lse,
         )
-    o, lse = _bind(q, k, v, layout, plan, variant, sm_scale, layers, kv_layout)
+    o, lse = _bind(q, k, v, layout, plan, variant, sm_scale, layers, kv_layout, implementation)
     return AttentionState(o, lse) if return_lse else o
 
 
@@ -122,6 +123,7 @@ def _bind(
     sm_scale: float,
     layers: Array | None,
     kv_layout: str,
+    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     masked = variant.mask_bits is not None
     spec = plan.spec
@@ -140,6 +142,7 @@ def _bind(
         layout.kv_len if masked else ABSENT,
         variant.mask_bits if masked else ABSENT.astype(np.uint8),
         variant.mask_indptr if masked else ABSENT,
+        *variant.operands,
         rules=rules(variant),
         sm_scale=sm_scale,
         logits_soft_cap=variant.logits_soft_cap,
@@ -154,6 +157,9 @@ def _bind(
         ),
         merge_capacity=spec.merge_capacity,
         slot_capacity=spec.slot_capacity,
+        functor=None if variant.functor is None else variant.functor.source,
+        scalars=b"" if variant.functor is None else variant.functor.scalar_bytes(),
+        implementation=implementation,
     )
     return o, lse
 
@@ -191,11 +197,13 @@ def _abstract_eval(
 
 
 #: Operands: q, k, v, layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len, mask_bits, mask_indptr
-#: (in place of an absent one: ABSENT). Results: o, lse, workspace (partial o, max, sum).
+#: (in place of an absent one: ABSENT), then the arrays of `Variant.from_cuda`. Results: o, lse, workspace (partial
+#: o, max, sum).
 attention_p = make_primitive(
     "jaxinfer_attention",
     _abstract_eval,
     attention_attributes,
+    attention_kernel_attributes,
     instead='implementation="reference" is plain JAX, with jax.vmap and forward-mode differentiation.',
 )
 
@@ -203,10 +211,10 @@ attention_p = make_primitive(
 def _check_implementation(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if implementation in ("mma", "decode", "wgmma"):
+    if implementation in ("decode", "wgmma"):
         raise NotImplementedError(
             f"implementation={implementation!r} is a GPU kernel that this version does not have; "
-            'supported: None (CPU) and "reference" (every platform)'
+            'supported: None and "reference" (every platform), "mma" (GPU)'
         )
 
 

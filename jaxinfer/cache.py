@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _args
 from .attention import DTYPES, check_kv_layout, check_layer, layer_operand, num_heads, page_shape
-from .ffi import ABSENT, append_attributes, bind, make_primitive
+from .ffi import ABSENT, append_attributes, append_kernel_attributes, bind, make_primitive
 
 
 def append_kv(
@@ -107,6 +107,7 @@ append_p = make_primitive(
     "jaxinfer_append",
     _abstract_eval,
     append_attributes,
+    append_kernel_attributes,
     aliases={0: 0, 1: 1},
     instead="`jaxinfer.reference.append_kv` does the same in plain JAX, on every platform.",
 )

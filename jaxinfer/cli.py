@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     info.set_defaults(run=_info)
     _add_bench(commands)
+    _add_warmup(commands)
     return top
 
 
@@ -151,12 +152,13 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure planning and decoding",
+        help="measure planning, decoding and prefill",
         description="Measures jaxinfer on this machine.",
         epilog=_examples(
             "bench plan",
             "bench decode",
             "bench decode --batch 1 8 --kv 2048 --heads 32/8 --output decode.png",
+            "bench prefill --rows B4x4096 --seconds 60 --json prefill.json",
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -175,37 +177,85 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.set_defaults(run=_bench_plan)
     decode = what.add_parser(
         "decode",
-        help="one decode step against jax.nn.dot_product_attention",
-        description="Times attention of one decode step over a paged KV cache (shuffled pages, random data) "
-        "against jax.nn.dot_product_attention on gathered pages, interleaved. Results are checked first.",
+        help="one decode step against other libraries",
+        description="Times attention of one decode step over a paged KV cache (shuffled pages, random data), "
+        "interleaved with the others; results are checked first. On CPU: --batch times --kv, against "
+        "jax.nn.dot_product_attention on gathered pages. On a GPU: named rows, bfloat16, 32/8 heads of 128, "
+        "against FlashInfer, flash-attn3-jax and Pallas where they are installed.",
     )
-    decode.add_argument(
-        "--batch", type=_positive, nargs="+", default=(1, 4, 16), metavar="B", help="requests"
-    )
-    decode.add_argument(
+    cpu = decode.add_argument_group("on CPU")
+    cpu.add_argument("--batch", type=_positive, nargs="+", metavar="B", help="requests (default 1 4 16)")
+    cpu.add_argument(
         "--kv",
         type=_positive,
         nargs="+",
-        default=(64, 1024, 4096),
         metavar="N",
-        help="cached KV tokens per request",
+        help="cached KV tokens per request (default 64 1024 4096)",
     )
-    decode.add_argument(
-        "--heads", type=_heads, default=(9, 3), metavar="QO/KV", help="query and KV heads (default 9/3)"
+    cpu.add_argument("--heads", type=_heads, metavar="QO/KV", help="query and KV heads (default 9/3)")
+    cpu.add_argument("--head-dim", type=_positive, metavar="D", help="head dimension (default 64)")
+    cpu.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="of q, K and V (default float32)"
     )
-    decode.add_argument(
-        "--head-dim", type=_positive, default=64, metavar="D", help="head dimension (default 64)"
-    )
-    decode.add_argument(
-        "--page-size", type=_positive, default=16, metavar="N", help="KV tokens of a page (default 16)"
-    )
-    decode.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    decode.add_argument(
-        "--rounds", type=_positive, default=100, metavar="N", help="timed rounds per case (default 100)"
-    )
-    decode.add_argument("--output", metavar="PNG", help="also draw the results into this file")
-    decode.add_argument("--pin-one-core", action="store_true", help="run on one CPU core only")
+    cpu.add_argument("--rounds", type=_positive, metavar="N", help="timed rounds per case (default 100)")
+    cpu.add_argument("--pin-one-core", action="store_true", help="run on one CPU core only")
+    _add_row_options(decode)
     decode.set_defaults(run=_bench_decode)
+    prefill = what.add_parser(
+        "prefill",
+        help="causal prefill against other libraries",
+        description="Times causal prefill on named rows (contiguous and paged K and V, random data), interleaved "
+        "with the others, where they are installed: FlashInfer, flash-attn3-jax, jax.nn and torch on cuDNN.",
+    )
+    _add_row_options(prefill)
+    prefill.set_defaults(run=_bench_prefill)
+
+
+def _add_row_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--page-size",
+        type=_positive,
+        metavar="N",
+        help="KV tokens of a page (default 16; contiguous rows stay)",
+    )
+    parser.add_argument("--output", metavar="PNG", help="also draw the results into this file")
+    rows = parser.add_argument_group("named rows")
+    rows.add_argument("--rows", nargs="+", metavar="ROW", help="rows to measure (default all)")
+    rows.add_argument("--peers", nargs="*", metavar="NAME", help="libraries to compare with (default all)")
+    rows.add_argument(
+        "--seconds", type=_positive, metavar="S", help="time for the whole table, about (default 150)"
+    )
+    rows.add_argument("--json", metavar="PATH", help="also write all numbers into this file")
+
+
+def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "warmup",
+        help="compile a model's GPU kernels into the cache ahead of the first request",
+        description="Compiles the attention kernels that serving a model can need. Otherwise they are "
+        "compiled when first needed, about a second each. Needs NVRTC; a GPU only without --arch.",
+        epilog=_examples(
+            "warmup --heads 32/8 --head-dim 128", "warmup --heads 32/8 --window 4096 --arch sm_90a"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--heads", type=_heads, required=True, metavar="QO/KV", help="query and KV heads")
+    parser.add_argument(
+        "--head-dim", type=_positive, default=128, metavar="D", help="head dimension (default 128)"
+    )
+    parser.add_argument(
+        "--window",
+        type=_positive,
+        nargs="*",
+        default=(),
+        metavar="N",
+        help="layers also attend to N tokens only",
+    )
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument(
+        "--arch", nargs="+", metavar="SM", help="architectures (default: this machine's GPUs)"
+    )
+    parser.set_defaults(run=_warmup)
 
 
 def _positive(text: str) -> int:
@@ -236,6 +286,7 @@ def _info(args: argparse.Namespace) -> int:
 
     from jaxinfer import _native
     from jaxinfer.ffi import TARGETS
+    from jaxinfer.jit import info as gpu_info
     from jaxinfer.models.download import cache_folder
 
     rows = [("jaxinfer", __version__), ("Python", f"{platform.python_version()} ({sys.executable})")]
@@ -243,8 +294,26 @@ def _info(args: argparse.Namespace) -> int:
     rows.append(("devices", ", ".join(f"{d} ({d.device_kind})" for d in jax.devices())))
     rows += [(f"FFI targets, {name}", ", ".join(sorted(targets))) for name, targets in TARGETS.items()]
     rows += [("CPU instructions", _native.cpu_isa()), ("cache folder", str(cache_folder()))]
+    gpu = gpu_info()
+    rows.append(("NVIDIA driver", gpu["driver"].get("error") or f"CUDA {gpu['driver']['version']}"))
+    rows += [("GPU", f"{d['name']}, compute capability {d['compute_capability']}") for d in gpu["devices"]]
+    nvrtc = gpu["nvrtc"]
+    rows.append(("NVRTC", "not found" if "error" in nvrtc else f"{nvrtc['version']} ({nvrtc['path']})"))
+    kernels = gpu["cache"]
+    rows.append(("GPU kernels", f"{kernels['kernels']} compiled in {kernels['folder']}"))
     for label, value in rows:
-        print(f"{label + ':':<18}{value}")
+        print(f"{label + ':':<19}{value}")
+    return 0
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    from jaxinfer import Variant
+    from jaxinfer.jit.warmup import AttentionHeads, model_kernels, warmup
+
+    windows = dict.fromkeys((None, *(n - 1 for n in args.window)))  # N tokens reach back N - 1 positions
+    variants = [Variant(causal=True, window_left=window) for window in windows]
+    qo, kv = args.heads
+    warmup(model_kernels(AttentionHeads(qo, kv, args.head_dim), variants, args.dtype), args.arch)
     return 0
 
 
@@ -259,14 +328,50 @@ def _bench_decode(args: argparse.Namespace) -> int:
     if args.pin_one_core:
         # XLA sizes its thread pool by the affinity when the backend starts, which is later than this.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    on_cpu = {
+        name: getattr(args, name)
+        for name in ("batch", "kv", "heads", "head_dim", "dtype", "rounds")
+        if getattr(args, name) is not None
+    }
+    if _platform() != "cpu":
+        if on_cpu:
+            option = next(iter(on_cpu)).replace("_", "-")
+            raise ValueError(f"--{option} is for the CPU (JAX_PLATFORMS=cpu); on a GPU choose --rows")
+        return _bench_rows("decode", args)
+    for name in ("rows", "peers", "seconds", "json"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name}: decode has named rows on a GPU only; on CPU choose --batch and --kv")
     from jaxinfer.bench.decode import bench_decode
     from jaxinfer.bench.workloads import DecodeShape
 
-    qo, kv = args.heads
+    qo, kv = args.heads or (9, 3)
     shapes = [
-        DecodeShape(batch, kv_len, qo, kv, args.head_dim, args.page_size, args.dtype)
-        for batch in args.batch
-        for kv_len in args.kv
+        DecodeShape(batch, kv_len, qo, kv, args.head_dim or 64, args.page_size or 16, args.dtype or "float32")
+        for batch in args.batch or (1, 4, 16)
+        for kv_len in args.kv or (64, 1024, 4096)
     ]
-    bench_decode(shapes, rounds=args.rounds, output=args.output)
+    bench_decode(shapes, rounds=args.rounds or 100, output=args.output)
     return 0
+
+
+def _bench_prefill(args: argparse.Namespace) -> int:
+    return _bench_rows("prefill", args)
+
+
+def _bench_rows(kind: str, args: argparse.Namespace) -> int:
+    from jaxinfer.bench.cases import select
+    from jaxinfer.bench.versus import bench_versus
+
+    cases = select(kind, _platform(), args.rows, args.page_size)
+    bench_versus(
+        cases, seconds=args.seconds or 150, output=args.output, json_path=args.json, rivals=args.peers
+    )
+    return 0
+
+
+def _platform() -> str:
+    # Other libraries need memory on the same GPU. Read when the backend starts, which is now.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    return jax.default_backend()

@@ -22,6 +22,10 @@ except ImportError as error:
         "in which it was not installed. Run `python -m pip install -e .` there, or import jaxinfer from elsewhere."
     ) from error
 
+from .jit.registry import load
+from .jit.select import append_kernels, attention_kernels
+from .jit.spec import FunctorSource
+
 #: Bits of the `rules` attribute; the same values as `enum Rule` in csrc/params.h.
 RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8, "mask": 16, "softmax": 32}
 
@@ -38,11 +42,13 @@ def _register_targets() -> dict[str, frozenset[str]]:
     for platform, handlers in _native.registrations().items():
         for name, capsule in handlers.items():
             jax.ffi.register_ffi_target(name, capsule, platform=platform)
-        targets[platform] = frozenset(handlers)
+        targets[platform.lower()] = frozenset(handlers)  # XLA says "CUDA" where JAX says "cuda"
+    # GPU handlers compile what they find in a program's `kernels` attribute, wherever the program came from.
+    _native.set_kernel_loader(load)
     return targets
 
 
-#: FFI targets by platform.
+#: FFI targets by JAX platform.
 TARGETS = _register_targets()
 
 
@@ -60,6 +66,7 @@ def attention_attributes(
     plan_classes: Sequence[Sequence[int]],
     merge_capacity: int,
     slot_capacity: int,
+    **params: Any,
 ) -> Attributes:
     """Attributes of `jaxinfer_attention`. A value whose rule is off is zero and never read."""
     return {
@@ -83,6 +90,40 @@ def append_attributes(*, kv_layout: str, has_layer: bool) -> Attributes:
     return {"hnd": np.bool_(kv_layout == "HND"), "has_layer": np.bool_(has_layer)}
 
 
+def attention_kernel_attributes(
+    avals: Sequence[Any],
+    *,
+    rules: Sequence[str],
+    contiguous: bool,
+    plan_classes: Sequence[Sequence[int]],
+    merge_capacity: int,
+    slot_capacity: int,
+    functor: FunctorSource | None,
+    scalars: bytes,
+    implementation: str | None,
+    **params: Any,
+) -> Attributes:
+    """What a GPU call of `jaxinfer_attention` carries besides: its kernels, and the numbers of a user's rules."""
+    q, _, v = avals[:3]
+    kernels = attention_kernels(
+        dtype=str(q.dtype),
+        head_dim_qk=q.shape[2],
+        head_dim_vo=v.shape[-1],
+        classes=[(tile, bool(packed)) for tile, packed, *_ in plan_classes],
+        merges=merge_capacity > 0 and slot_capacity > 0,
+        contiguous=contiguous,
+        rules=sum(RULES[rule] for rule in rules),
+        functor=functor,
+        implementation=implementation,
+    )
+    return {"kernels": kernels, "scalars": scalars}
+
+
+def append_kernel_attributes(avals: Sequence[Any], **params: Any) -> Attributes:
+    """What a GPU call of `jaxinfer_append` carries besides."""
+    return {"kernels": append_kernels(dtype=str(avals[0].dtype))}
+
+
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
     """`primitive.bind` with operands that all vary over the same manual mesh axes.
 
@@ -104,6 +145,7 @@ def make_primitive(
     target: str,
     abstract_eval: Callable[..., Sequence[Any]],
     attributes: Callable[..., Attributes],
+    kernel_attributes: Callable[..., Attributes],
     *,
     aliases: Mapping[int, int] | None = None,
     instead: str,
@@ -113,7 +155,8 @@ def make_primitive(
     Args:
       target: FFI target, which is also the primitive's name.
       abstract_eval: result avals from operand avals and the primitive's static parameters.
-      attributes: the static parameters, cast to what the handler reads.
+      attributes: the static parameters, cast to what the handlers of every platform read.
+      kernel_attributes: from operand avals and static parameters, what the GPU's handler reads besides.
       aliases: operand index -> index of the result that is updated in place.
       instead: what a caller can do where the primitive has no kernel or no rule, one sentence.
     """
@@ -123,8 +166,20 @@ def make_primitive(
     primitive.def_impl(lambda *args, **params: xla.apply_primitive(primitive, *args, **params))
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        gpu_only = {
+            "functor": "rules written as CUDA text need a GPU kernel",
+            "implementation": f"implementation={params.get('implementation')!r} is a GPU kernel",
+        }
+        for name, why in gpu_only.items():
+            if params.get(name) is not None:
+                platforms = "/".join(ctx.module_context.platforms)
+                raise NotImplementedError(f"{target}: {why}; this program is for {platforms}. {instead}")
         rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases or {}))
         return rule(ctx, *operands, **attributes(**params))
+
+    def lower_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+        rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases or {}))
+        return rule(ctx, *operands, **attributes(**params), **kernel_attributes(ctx.avals_in, **params))
 
     def refuse_platform(ctx: Any, *operands: Any, **params: Any) -> Any:
         raise NotImplementedError(
@@ -135,7 +190,7 @@ def make_primitive(
     mlir.register_lowering(primitive, refuse_platform)
     for platform, names in TARGETS.items():
         if target in names:
-            mlir.register_lowering(primitive, lower, platform=platform)
+            mlir.register_lowering(primitive, lower_cuda if platform == "cuda" else lower, platform=platform)
 
     def refuse(what: str) -> Callable[..., Any]:
         def rule(*args: Any, **params: Any) -> Any:

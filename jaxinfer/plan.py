@@ -126,8 +126,7 @@ def plan(
       num_pages: pages of the pool (contiguous: KV tokens); given, page ids in the used range are checked.
       tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None:
         chosen from the capacities, group size, dtype and head_dim.
-      num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU; on a GPU 2 x SMs for memory-bound
-        classes, SMs for compute-bound ones.
+      num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU, twice the multiprocessors on a GPU.
       schedule: "lpt" (longest tiles first, to the least loaded queue) or "runs" (contiguous equal runs per
         queue).
       split_tokens: with batch_invariant, KV tokens between cuts (a multiple of 16); None: 512.
@@ -398,10 +397,8 @@ def _check_num_ctas(num_ctas: Any, tiles: tuple[int, ...], group_size: int, on_g
     if num_ctas is None:
         if not on_gpu:
             return (CPU_CTAS,) * len(tiles)
-        sms = int(jax.devices()[0].core_count)
-        # Compute-bound as csrc/plan/cost.h has it: nothing is reused by a tile of 128 with one token.
-        compute_bound = [t == 192 or (t == 128 and _tokens_per_tile(t, group_size) > 1) for t in tiles]
-        return tuple(sms if is_compute else 2 * sms for is_compute in compute_bound)
+        # The kernels leave registers and shared memory for two CTAs on a multiprocessor.
+        return (2 * int(jax.devices()[0].core_count),) * len(tiles)
     counts = num_ctas if isinstance(num_ctas, tuple) else (num_ctas,) * len(tiles)
     if len(counts) != len(tiles):
         raise ValueError(f"num_ctas must be an int or one per tile class ({len(tiles)}), got {num_ctas!r}")

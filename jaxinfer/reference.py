@@ -129,7 +129,10 @@ def _attention(
                     see &= _custom_mask(variant, layout, r, token - q_start, j)
                 # What nobody here may see has weight 0, and 0 * NaN must not reach the sum.
                 v_rows = jnp.where(see.any(axis=0)[:, None, None], v_rows, 0.0)
-                return _accumulate(variant, state, q_tile, k_rows, v_rows, see, scale)
+                rule = None
+                if variant.functor is not None:
+                    rule = variant.functor.twin_rule(variant.operands, heads, r, token, pos, kv_pos, j)
+                return _accumulate(variant, state, q_tile, k_rows, v_rows, see, scale, rule)
 
             new = lax.fori_loop(0, (num_kv + pool.chunk - 1) // pool.chunk, chunk_step, old)
             keep = [live.reshape(-1, *(1,) * (c.ndim - 1)) for c in carry]
@@ -310,17 +313,22 @@ def _custom_mask(variant: Variant, layout: BlockSparse, r: Any, i: Any, j: Any) 
     return inside & ((bits[jnp.where(inside, byte, 0)] >> (low % 8).astype(jnp.uint8)) & 1 == 1)
 
 
-def _accumulate(variant: Variant, state: Any, q: Any, k: Any, v: Any, see: Any, scale: Any) -> Any:
+def _accumulate(
+    variant: Variant, state: Any, q: Any, k: Any, v: Any, see: Any, scale: Any, rule: Any = None
+) -> Any:
     """Adds a chunk to the running softmax (or plain sum) of a tile.
 
     Shapes: q [tile, num_kv_heads, group_size, head_dim_qk], k and v [chunk, num_kv_heads, head_dim], see
-    [tile, chunk].
+    [tile, chunk]. rule: a user's own, from logits to (logits, what may be seen).
     """
     top, total, acc = state
     s = jnp.einsum("thgd,chd->thgc", q, k, precision=lax.Precision.HIGHEST) * scale
+    see = see[:, None, None, :]
+    if rule is not None:
+        s, allowed = rule(s)
+        see = see & allowed
     if variant.logits_soft_cap is not None:
         s = variant.logits_soft_cap * jnp.tanh(s / variant.logits_soft_cap)
-    see = see[:, None, None, :]
     if variant.softmax:
         s = jnp.where(see, s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=-1))

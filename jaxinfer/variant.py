@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxinfer._args import INT32_MAX, Array, all_host, static_int
+from jaxinfer.jit.functor import Functor, from_cuda
 from jaxinfer.layout import BlockSparse
 
 
@@ -33,6 +34,7 @@ class Variant:
       softmax: False: weights are the transformed logits themselves, 0 where masked; the result has no LSE.
       mask_bits: uint8 [capacity], packed custom masks of `pack_masks`; True bits may attend.
       mask_indptr: int32 [rows + 1], byte in mask_bits where each BSR row's mask begins. Both or neither.
+      functor, operands: rules written as CUDA text and the arrays they read; `Variant.from_cuda` fills them.
 
     Raises:
       ValueError: a negative window, a soft cap that float32 cannot use, a value of a wrong
@@ -47,6 +49,10 @@ class Variant:
     softmax: bool = True
     mask_bits: Array | None = None
     mask_indptr: Array | None = None
+    functor: Functor | None = None
+    operands: tuple[Array, ...] = ()
+
+    from_cuda = staticmethod(from_cuda)
 
     def __post_init__(self) -> None:
         # Runs again when jax rebuilds the pytree, then with whatever leaves it likes: only static fields are
@@ -91,8 +97,8 @@ class Variant:
 
 jax.tree_util.register_dataclass(
     Variant,
-    data_fields=("mask_bits", "mask_indptr"),
-    meta_fields=("causal", "window_left", "window_right", "logits_soft_cap", "softmax"),
+    data_fields=("mask_bits", "mask_indptr", "operands"),
+    meta_fields=("causal", "window_left", "window_right", "logits_soft_cap", "softmax", "functor"),
 )
 
 

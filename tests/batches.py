@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close
 
 import jaxinfer
 from jaxinfer import AttentionState, BlockSparse, Plan, Variant
@@ -285,10 +286,8 @@ def expect_visible(
                 )
                 continue
             want = np.mean(seen) + 1000.0 * (h // group)
-            np.testing.assert_allclose(
-                state.o[t, h], want, rtol=2e-6, atol=1e-6, err_msg=f"o of token {t} head {h}"
-            )
-            np.testing.assert_allclose(
+            assert_close(state.o[t, h], want, rtol=2e-6, atol=1e-6, err_msg=f"o of token {t} head {h}")
+            assert_close(
                 state.lse[t, h], np.log(len(seen)), rtol=1e-6, atol=1e-6, err_msg=f"lse of token {t} head {h}"
             )
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close, bounds, usable
 from batches import ENGINE, Stored, Way, attend, every_way, make_plan, random_requests, run, store
 from cases import KINDS, Case, make_case
 from oracle import attention_oracle
@@ -22,7 +23,7 @@ from oracle import attention_oracle
 import jaxinfer
 from jaxinfer import AttentionState, Variant
 
-BOUND = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
+BOUND = bounds()
 HEAD_DIMS = ((16, 16), (64, 64), (128, 128), (192, 128), (256, 256), (24, 40), (72, 72), (96, 96), (128, 16))
 GROUP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64, 65, 100, 127, 128)
 TILES = (None, (1,), (16,), (32,), (64,), (128,), (192,), (16, 64), (1, 32), (64, 128), (32, 192))
@@ -123,10 +124,9 @@ def call(case: Case, group: Group) -> AttentionState:
         head_dim=case.head_dim,
         dtype=jnp.dtype(group.dtype),
         variant=case.variant,
-        tiles=group.tiles,
-        num_ctas=group.num_ctas,
         schedule=group.schedule,
         batch_invariant=group.batch_invariant,
+        **usable(group.dtype, tiles=group.tiles, num_ctas=group.num_ctas),
     )
     result = attend(
         *case.args,
@@ -197,6 +197,7 @@ def test_the_points_cover_what_they_should() -> None:
 )
 def test_long_rows(way: Way, dtype: str, options: dict[str, Any]) -> None:
     stored, variant = long_batch(way, dtype), Variant(causal=True)
+    options = usable(dtype, **options)
     plan = make_plan(way, stored, variant, **options)
     assert plan.data[4] > 0, "no token is merged from parts"
     state = run(way, stored, variant=variant, **options)
@@ -247,8 +248,8 @@ def test_equal_logits_of_any_size_give_the_mean(way: Way, logit: float) -> None:
     k[..., 0] = logit
     v = np.arange(4, dtype=np.float32)[:, None, None] * np.ones((1, 1, 16), np.float32)
     state = run(way, store(way, [q], [k], [v]), sm_scale=1.0, variant=Variant(causal=True))
-    np.testing.assert_allclose(state.o[:, 0, 0], [1.0, 1.5], rtol=1e-6)
-    np.testing.assert_allclose(state.lse[:, 0], np.float32(logit), rtol=1e-6)
+    assert_close(state.o[:, 0, 0], [1.0, 1.5], rtol=1e-6)
+    assert_close(state.lse[:, 0], np.float32(logit), rtol=1e-6)
 
 
 def test_the_layer_axis_reads_one_layer_only() -> None:

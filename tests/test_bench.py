@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import cpu_only
 
 from jaxinfer.bench.measure import interleaved
 from jaxinfer.bench.peers import OURS, PEERS, check_output, expected_output
@@ -30,6 +31,7 @@ def test_expected_output_by_hand():
     np.testing.assert_allclose(expected_output(batch), np.full((1, 1, 16), 3.0), rtol=1e-6)
 
 
+@cpu_only("the rows of the table for the CPU; test_bench_rows.py has those for a GPU")
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_peer_computes_attention(peer, dtype: str):
@@ -102,6 +104,7 @@ def test_plain_table():
     ]
 
 
+@cpu_only("its table has --batch")
 def test_table_without_rich_and_plot_without_matplotlib():
     program = """
 import sys

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from backend import cpu_only
 
 from jaxinfer import __version__
 from jaxinfer.cli import main
@@ -28,7 +29,7 @@ def test_module_runs_as_a_program():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["info"], ["bench"], ["bench", "plan"], ["bench", "decode"]]
+    "command", [[], ["generate"], ["info"], ["bench"], ["bench", "plan"], ["bench", "decode"], ["warmup"]]
 )
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_:
@@ -157,6 +158,7 @@ def test_bench_plan(capsys: pytest.CaptureFixture[str]):
         assert text in captured.out
 
 
+@cpu_only("the options of its table")
 def test_bench_decode_with_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     png = tmp_path / "decode.png"
     argv = [

@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import cpu_only
 from batches import attend, same_bits
 from cases import KINDS, Case, make_case
 from oracle import append_oracle, attention_oracle
@@ -24,6 +25,8 @@ import jaxinfer
 from jaxinfer import Variant, _native
 
 #: Bounds of `||o - ref|| / ||ref||` on the rounded inputs.
+pytestmark = cpu_only("its executor")
+
 O_BOUND = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
 DTYPES = tuple(O_BOUND)
 RULES = (

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from backend import cpu_only
 from batches import ABSURD, ENGINE, Way, attend, make_plan, random_requests, run, same_bits, store
 
 import jaxinfer
@@ -95,6 +96,7 @@ def digests(cores: set[int], isa: str) -> list[str]:
     return lines
 
 
+@cpu_only("its threads and instruction sets")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("isa", sorted({jaxinfer.ffi._native.cpu_isa(), "scalar"}))
 def test_the_number_of_threads_changes_no_bit(isa: str) -> None:

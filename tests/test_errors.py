@@ -15,6 +15,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import cpu_only
 
 import jaxinfer
 from jaxinfer import Variant
@@ -164,12 +165,6 @@ WRONG_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"None or one of .*'reference'.*'cuda'",
     ),
-    (
-        "mma without a GPU",
-        {"implementation": "mma"},
-        NotImplementedError,
-        r"'mma' is a GPU kernel.*\"reference\"",
-    ),
     ("decode without a GPU", {"implementation": "decode"}, NotImplementedError, r"'decode' is a GPU kernel"),
     ("wgmma without a GPU", {"implementation": "wgmma"}, NotImplementedError, r"'wgmma' is a GPU kernel"),
 ]
@@ -185,6 +180,13 @@ def test_wrong_calls(changes: dict[str, Any], error: type[Exception], message: s
             jax.jit(lambda: call(**changes))()
         else:
             call(**changes)
+
+
+@cpu_only("a GPU has this kernel")
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_gpu_kernel_without_a_gpu(traced: bool) -> None:
+    changes = {"implementation": "mma"}
+    test_wrong_calls(changes, NotImplementedError, r"'mma' is a GPU kernel.*\"reference\"", traced)
 
 
 def test_the_unchanged_call_is_valid() -> None:

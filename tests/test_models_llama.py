@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close
 from model_oracle import dense_logits, tiny_config
 
 import jaxinfer
@@ -104,7 +105,7 @@ def test_forward_is_the_dense_model(family: str, implementation: str | None) -> 
         for row in range(ROWS):
             got[row].append(out[row])
     for row in range(ROWS):
-        np.testing.assert_allclose(np.concatenate(got[row]), want[row], rtol=0, atol=2e-5)
+        assert_close(np.concatenate(got[row]), want[row], rtol=0, atol=2e-5)
 
 
 def test_prefill_is_prefill_then_decode() -> None:
@@ -115,7 +116,7 @@ def test_prefill_is_prefill_then_decode() -> None:
     whole, _ = run(params, config, poisoned_pools(config), table, [0, 0, 0], [[], text, []])
     first, pools = run(params, config, poisoned_pools(config), table, [0, 0, 0], [[], text[:5], []])
     last, _ = run(params, config, pools, table, [0, 5, 0], [[], text[5:], []])
-    np.testing.assert_allclose(np.concatenate([first[1], last[1]]), whole[1], rtol=0, atol=1e-5)
+    assert_close(np.concatenate([first[1], last[1]]), whole[1], rtol=0, atol=1e-5)
 
 
 def test_shared_prefix_pages_keep_their_positions() -> None:
@@ -126,8 +127,8 @@ def test_shared_prefix_pages_keep_their_positions() -> None:
     table[1, :2] = table[0, :2]
     _, pools = run(params, config, poisoned_pools(config), table, [0, 0, 0], [prefix, [], []])
     out, _ = run(params, config, pools, table, [8, 8, 0], [[3, 4], [50], []])
-    np.testing.assert_allclose(out[0], dense_logits(params, config, [*prefix, 3, 4])[8:], rtol=0, atol=2e-5)
-    np.testing.assert_allclose(out[1], dense_logits(params, config, [*prefix, 50])[8:], rtol=0, atol=2e-5)
+    assert_close(out[0], dense_logits(params, config, [*prefix, 3, 4])[8:], rtol=0, atol=2e-5)
+    assert_close(out[1], dense_logits(params, config, [*prefix, 50])[8:], rtol=0, atol=2e-5)
 
 
 def test_bfloat16_weights_and_cache() -> None:
@@ -163,10 +164,10 @@ def test_forward_wants_one_plan_per_window() -> None:
 def test_rope_closed_form() -> None:
     """Head dim 2, position 5: the unit vector turns by 5 radians, whichever lanes are paired."""
     cos, sin = rope_cos_sin(np.asarray([5], np.int32), rope_frequencies(2, 10000.0))
-    np.testing.assert_allclose([cos[0, 0], sin[0, 0]], [0.283662, -0.958924], atol=1e-6)
+    assert_close([cos[0, 0], sin[0, 0]], [0.283662, -0.958924], atol=1e-6)
     for interleaved in (False, True):
         turned = apply_rope(jnp.asarray([[[1.0, 0.0]]]), cos, sin, interleaved=interleaved)
-        np.testing.assert_allclose(turned[0, 0], [0.283662, -0.958924], atol=1e-6)
+        assert_close(turned[0, 0], [0.283662, -0.958924], atol=1e-6)
 
 
 def test_rope_pairs() -> None:
@@ -183,11 +184,11 @@ def test_llama3_frequencies_closed_form() -> None:
     theta = 4.0 ** (head_dim / 2)  # each frequency is a quarter of the one before
     scaling = Llama3Scaling(8.0, 1.0, 4.0, 64)
     base = rope_frequencies(head_dim, theta)
-    np.testing.assert_allclose(base, [1.0, 0.25, 0.0625], rtol=1e-6)
+    assert_close(base, [1.0, 0.25, 0.0625], rtol=1e-6)
     wavelengths = 2 * math.pi / base  # 6.28, 25.1, 100.5
     got = rope_frequencies(head_dim, theta, scaling)
     blend = (64 / wavelengths[1] - 1.0) / 3.0
-    np.testing.assert_allclose(got, [1.0, 0.25 * (blend + (1 - blend) / 8), 0.0625 / 8], rtol=1e-6)
+    assert_close(got, [1.0, 0.25 * (blend + (1 - blend) / 8), 0.0625 / 8], rtol=1e-6)
 
 
 def test_long_positions_are_exact() -> None:
@@ -195,7 +196,7 @@ def test_long_positions_are_exact() -> None:
     frequencies = rope_frequencies(64, 500000.0)
     cos, _ = rope_cos_sin(np.asarray([131071], np.int32), frequencies)
     want = np.cos(131071 * frequencies.astype(np.float64))
-    np.testing.assert_allclose(cos[0], want, atol=0.01)
+    assert_close(cos[0], want, atol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend import on_gpu
 from plan_executor import ClassView
 from plan_layouts import GROUP_SIZES, Setting, paged_layout, random_layout, random_setting
 
@@ -224,6 +225,6 @@ def test_tiles_come_from_capacities() -> None:
     # With batch_invariant the batch must not decide.
     invariant = [plan_tiles(q, **llama, batch_invariant=True) for q in ([1], [1, 1, 512], [4096])]
     assert set(invariant) == {(16, 128)}
-    # Tile 1 is never chosen on a CPU.
-    assert 1 not in plan_tiles([1] * 4, **llama, dtype="float32")
+    # Tile 1 is all that float32 has on a GPU, and is never chosen on a CPU.
+    assert (plan_tiles([1] * 4, **llama, dtype="float32") == (1,)) == on_gpu()
     assert plan_tiles([1] * 4, **llama, tiles=(1,)) == (1,)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import readme_text
+from backend import assert_close
 
 import jaxinfer
 from jaxinfer.cli import parser
@@ -44,7 +45,7 @@ def test_example_computes_attention(capsys: pytest.CaptureFixture[str]):
         weights = np.exp(np.einsum("hgd,nhd->hgn", q, k) / 8.0)
         weights /= weights.sum(-1, keepdims=True)
         expected = np.einsum("hgn,nhd->hgd", weights, v).reshape(9, 64)
-        np.testing.assert_allclose(names["o"][r], expected, rtol=0, atol=1e-5)
+        assert_close(names["o"][r], expected, rtol=0, atol=1e-5)
 
 
 def test_public_names_in_the_text_exist():

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close, bounds
 from cases import KINDS, Case, make_case
 from oracle import append_oracle, attention_oracle
 
 from jaxinfer import AttentionState, BlockSparse, Variant, compose, pack_masks, paged, ragged, reference
 
 INF, LN = np.inf, np.log
-TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
+TOLERANCE = bounds()
 RULES = {
     "plain": Variant(),
     "causal": Variant(causal=True),
@@ -60,7 +61,7 @@ def assert_matches_oracle(case: Case) -> None:
     empty = np.isneginf(want_lse)
     np.testing.assert_array_equal(np.isneginf(lse), empty)
     assert (o[empty] == 0).all()
-    np.testing.assert_allclose(lse[~empty], want_lse[~empty], rtol=1e-6, atol=1e-4)
+    assert_close(lse[~empty], want_lse[~empty], rtol=1e-6, atol=1e-4)
 
 
 def mean_case(
@@ -101,12 +102,8 @@ def closed_form(case: Any, o: Any, lse: Any, sm_scale: float | None = None) -> N
     for got_o, got_lse in both(*case, sm_scale):
         want_o, want_lse = np.asarray(o, float), np.asarray(lse, float)
         shape = got_lse.shape
-        np.testing.assert_allclose(
-            got_o[..., 0], np.broadcast_to(want_o.reshape(len(want_o), -1), shape), rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            got_lse, np.broadcast_to(want_lse.reshape(len(want_lse), -1), shape), rtol=1e-5
-        )
+        assert_close(got_o[..., 0], np.broadcast_to(want_o.reshape(len(want_o), -1), shape), rtol=1e-5)
+        assert_close(got_lse, np.broadcast_to(want_lse.reshape(len(want_lse), -1), shape), rtol=1e-5)
 
 
 def test_more_queries_than_keys() -> None:
@@ -213,7 +210,7 @@ def test_bfloat16_sums_do_not_stall() -> None:
     q, k, v = (np.ones((n, 1, 16), jnp.bfloat16) for n in (1, 1000, 1000))
     state = reference.attention(q * 0, k, v, ragged([0, 1], [0, 1000]), return_lse=True)
     assert (np.asarray(state.o) == 1).all()
-    np.testing.assert_allclose(state.lse, LN([[1000]]), rtol=1e-6)
+    assert_close(state.lse, LN([[1000]]), rtol=1e-6)
 
 
 def test_huge_logits_are_still_a_softmax() -> None:

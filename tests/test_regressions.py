@@ -11,6 +11,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close
 from batches import (
     Way,
     engine_for_all,
@@ -43,8 +44,8 @@ def spoil_freed_memory(shape: tuple[int, ...]) -> None:
 @every_way_and_storage
 def test_queries_before_the_first_key_get_the_empty_state(way: Way) -> None:
     state = run(way, store(way, *zero_queries([5], [3])), variant=CAUSAL, sm_scale=1.0)
-    np.testing.assert_allclose(state.o[:, 0, 0], [0, 0, 0, 0.5, 1], atol=1e-6)
-    np.testing.assert_allclose(state.lse[:, 0], [-np.inf, -np.inf, 0, LN(2), LN(3)], atol=1e-6)
+    assert_close(state.o[:, 0, 0], [0, 0, 0, 0.5, 1], atol=1e-6)
+    assert_close(state.lse[:, 0], [-np.inf, -np.inf, 0, LN(2), LN(3)], atol=1e-6)
     assert not state.o[:2].any()
 
 
@@ -65,9 +66,9 @@ def test_more_queries_than_keys_in_every_request(way: Way) -> None:
     state = run(way, store(way, q, k, v), variant=CAUSAL)
     last = [75, 109, 255]
     for r, t in enumerate(last):
-        np.testing.assert_allclose(state.o[t], v[r][0], rtol=1e-6)
+        assert_close(state.o[t], v[r][0], rtol=1e-6)
         want = float(q[r][-1, 0].astype(np.float64) @ k[r][0, 0].astype(np.float64)) / math.sqrt(32)
-        np.testing.assert_allclose(state.lse[t, 0], want, rtol=1e-5, atol=1e-6)
+        assert_close(state.lse[t, 0], want, rtol=1e-5, atol=1e-6)
     rest = np.delete(np.arange(256), last)
     assert rest.size == 253
     assert not state.o[rest].any()
@@ -83,7 +84,7 @@ def test_requests_without_queries_between_single_tokens(way: Way, causal: bool) 
     state = run(way, store(way, q, k, v), variant=Variant(causal=causal))
     assert state.o.shape == (2, 9, 64)
     expect_visible(state, [range(3), range(5)], 3)
-    np.testing.assert_allclose(state.lse, [[LN(3)] * 9, [LN(5)] * 9], rtol=1e-6)
+    assert_close(state.lse, [[LN(3)] * 9, [LN(5)] * 9], rtol=1e-6)
 
 
 # ---- zero-length queries in the middle and at the end (flash-attention#2562)
@@ -99,8 +100,8 @@ def test_requests_without_queries_leave_the_others_alone(way: Way, batch_invaria
     assert np.isfinite(state.lse).all()
     if batch_invariant and way.implementation is None:
         assert same_bits(state, alone)
-    np.testing.assert_allclose(state.o, alone.o, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(state.lse, alone.lse, rtol=1e-5, atol=1e-6)
+    assert_close(state.o, alone.o, rtol=1e-5, atol=1e-6)
+    assert_close(state.lse, alone.lse, rtol=1e-5, atol=1e-6)
 
 
 def test_requests_without_queries_at_the_reported_size() -> None:
@@ -110,8 +111,8 @@ def test_requests_without_queries_at_the_reported_size() -> None:
     state = run(way, store(way, q, k, v), variant=CAUSAL)
     # The last i of n queries see the first kv_len - n + i + 1 keys.
     count = np.concatenate([m - n + 1 + np.arange(n) for n, m in zip(q_len, kv_len, strict=True)])
-    np.testing.assert_allclose(state.o[:, :, 0], np.repeat((count[:, None] - 1) / 2, 4, 1), rtol=1e-5)
-    np.testing.assert_allclose(state.lse, np.repeat(np.log(count)[:, None], 4, 1), rtol=1e-6)
+    assert_close(state.o[:, :, 0], np.repeat((count[:, None] - 1) / 2, 4, 1), rtol=1e-5)
+    assert_close(state.lse, np.repeat(np.log(count)[:, None], 4, 1), rtol=1e-6)
 
 
 # ---- division by the batch size or by the number of queries (flash-attention#2503, flash-attention#1159)
@@ -190,7 +191,7 @@ def test_two_equal_requests_shorter_than_a_page(way: Way, causal: bool) -> None:
     state = run(way, store(way, q * 2, k * 2, v * 2, page_size=2), variant=Variant(causal=causal))
     assert same_bits(state.o[0], state.o[1])
     assert same_bits(state.lse[0], state.lse[1])
-    np.testing.assert_allclose(state.o[0], np.repeat(v[0][0], 4, axis=0), rtol=1e-6)
+    assert_close(state.o[0], np.repeat(v[0][0], 4, axis=0), rtol=1e-6)
 
 
 # ---- wrong alignment where q_len != kv_len (jax#24491)
@@ -201,10 +202,10 @@ def test_causal_aligns_the_last_query_with_the_last_key(way: Way) -> None:
     stored = store(way, *zero_queries([3], [7]))
     full = run(way, stored)
     expect_visible(full, [range(7)] * 3)
-    np.testing.assert_allclose(full.lse[:, 0], [LN(7)] * 3, rtol=1e-6)
+    assert_close(full.lse[:, 0], [LN(7)] * 3, rtol=1e-6)
     causal = run(way, stored, variant=CAUSAL)
     expect_visible(causal, [range(5), range(6), range(7)])
-    np.testing.assert_allclose(causal.lse[:, 0], [LN(5), LN(6), LN(7)], rtol=1e-6)
+    assert_close(causal.lse[:, 0], [LN(5), LN(6), LN(7)], rtol=1e-6)
 
 
 # ---- fully masked tiles skipped, so that outputs stay uninitialised (flashinfer#1533)
@@ -229,4 +230,4 @@ def test_one_query_and_one_key(way: Way) -> None:
     state = run(way, store(way, q, k, v), variant=CAUSAL, sm_scale=0.25)
     assert same_bits(state.o[0], v[0][0])
     want = 0.25 * float(q[0][0, 0].astype(np.float64) @ k[0][0, 0].astype(np.float64))
-    np.testing.assert_allclose(state.lse[0, 0], want, rtol=1e-5)
+    assert_close(state.lse[0, 0], want, rtol=1e-5)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close
 from batches import (
     Way,
     engine_for_all,
@@ -65,8 +66,8 @@ def masked(
 def test_a_left_window_is_an_inclusive_distance(way: Way, causal: bool) -> None:
     stored = store(way, *zero_queries([1], [8]))
     state = run(way, stored, variant=Variant(causal=causal, window_left=3))
-    np.testing.assert_allclose(state.o[0, 0, 0], 5.5, rtol=1e-6)
-    np.testing.assert_allclose(state.lse[0, 0], math.log(4), rtol=1e-6)
+    assert_close(state.o[0, 0, 0], 5.5, rtol=1e-6)
+    assert_close(state.lse[0, 0], math.log(4), rtol=1e-6)
     expect_visible(run(way, stored, variant=Variant(causal=causal, window_left=0)), [[7]])
     expect_visible(run(way, stored, variant=Variant(causal=causal)), [range(8)])
 
@@ -83,7 +84,7 @@ def test_a_window_of_2048_on_4096_tokens(way: Way) -> None:
 @every_way
 def test_both_windows_bound_without_causal(way: Way) -> None:
     state = run(way, store(way, *zero_queries([6], [6])), variant=Variant(window_left=3, window_right=0))
-    np.testing.assert_allclose(np.exp(state.lse[:, 0]), [1, 2, 3, 4, 4, 4], rtol=1e-5)
+    assert_close(np.exp(state.lse[:, 0]), [1, 2, 3, 4, 4, 4], rtol=1e-5)
     expect_visible(state, [range(max(0, i - 3), i + 1) for i in range(6)])
 
 
@@ -99,7 +100,7 @@ def test_a_right_window_alone(way: Way) -> None:
 @every_way
 def test_a_window_in_chunked_prefill(way: Way) -> None:
     state = run(way, store(way, *zero_queries([5], [12])), variant=Variant(causal=True, window_left=2))
-    np.testing.assert_allclose(np.exp(state.lse[:, 0]), [3] * 5, rtol=1e-5)
+    assert_close(np.exp(state.lse[:, 0]), [3] * 5, rtol=1e-5)
     expect_visible(state, [range(p - 2, p + 1) for p in range(7, 12)])
 
 
@@ -121,10 +122,10 @@ def test_the_soft_cap_comes_after_the_scale(way: Way) -> None:
     q, k, v = capped()
     stored = store(way, [q[0][1:]], k, v)
     state = run(way, stored, sm_scale=0.5, variant=Variant(logits_soft_cap=2.0))
-    np.testing.assert_allclose(state.o[0, 0], 0.873034, atol=1e-6)
-    np.testing.assert_allclose(state.lse[0, 0], 2.063836, atol=1e-6)
+    assert_close(state.o[0, 0], 0.873034, atol=1e-6)
+    assert_close(state.lse[0, 0], 2.063836, atol=1e-6)
     state = run(way, stored, sm_scale=0.5)
-    np.testing.assert_allclose(state.o[0, 0], 0.982014, atol=1e-6)
+    assert_close(state.o[0, 0], 0.982014, atol=1e-6)
 
 
 @every_way
@@ -132,8 +133,8 @@ def test_masked_logits_stay_minus_infinity_under_a_soft_cap(way: Way) -> None:
     """exp(-cap) would leave a visible weight; query 0 sees key 0 alone."""
     state = run(way, store(way, *capped()), sm_scale=0.5, variant=Variant(causal=True, logits_soft_cap=2.0))
     np.testing.assert_array_equal(state.o[0, 0], 1.0)
-    np.testing.assert_allclose(state.lse[:, 0], [2 * math.tanh(2), 2.063836], atol=1e-6)
-    np.testing.assert_allclose(state.o[1, 0], 0.873034, atol=1e-6)
+    assert_close(state.lse[:, 0], [2 * math.tanh(2), 2.063836], atol=1e-6)
+    assert_close(state.o[1, 0], 0.873034, atol=1e-6)
 
 
 # ---- custom masks: read beyond the packed bits, wrong shape accepted (flashinfer#1005, flashinfer#3176)
@@ -171,8 +172,8 @@ def test_mask_bits_are_packed_from_the_least_significant_bit() -> None:
 def test_tree_attention(way: Way, causal: bool) -> None:
     stored = store(way, *tree_requests())
     state = run(way, stored, variant=masked(stored.layout, [tree_mask(2, PARENTS)], causal=causal))
-    np.testing.assert_allclose(state.o[:, 0, 0], TREE_O, rtol=1e-6)
-    np.testing.assert_allclose(state.lse[:, 0], np.log(TREE_COUNT), rtol=1e-6)
+    assert_close(state.o[:, 0, 0], TREE_O, rtol=1e-6)
+    assert_close(state.lse[:, 0], np.log(TREE_COUNT), rtol=1e-6)
 
 
 # ---- the mask of one call is used by the next (flashinfer#1028)
@@ -184,10 +185,10 @@ def test_calls_with_and_without_a_mask_alternate(way: Way) -> None:
     tree = masked(stored.layout, [tree_mask(2, PARENTS)])
     causal_o = [np.mean(TREE_V[: 3 + i]) for i in range(4)]
     for _ in range(3):
-        np.testing.assert_allclose(run(way, stored, variant=tree).o[:, 0, 0], TREE_O, rtol=1e-6)
+        assert_close(run(way, stored, variant=tree).o[:, 0, 0], TREE_O, rtol=1e-6)
         state = run(way, stored, variant=CAUSAL)
-        np.testing.assert_allclose(state.o[:, 0, 0], causal_o, rtol=1e-6)
-        np.testing.assert_allclose(state.lse[:, 0], np.log([3, 4, 5, 6]), rtol=1e-6)
+        assert_close(state.o[:, 0, 0], causal_o, rtol=1e-6)
+        assert_close(state.lse[:, 0], np.log([3, 4, 5, 6]), rtol=1e-6)
 
 
 # ---- rejected drafts are attended to in the next round, masks of other requests are read (sglang-jax#1569)
@@ -201,7 +202,7 @@ def test_rejected_drafts_left_in_the_cache_are_not_seen(way: Way, garbage: float
     stored = store(way, q, k, v, page_size=8, poison_k=garbage, poison_v=garbage)
     state = run(way, stored, variant=CAUSAL)
     expect_visible(state, [range(6)])
-    np.testing.assert_allclose(state.lse, math.log(6), rtol=1e-6)
+    assert_close(state.lse, math.log(6), rtol=1e-6)
 
 
 @every_way
@@ -230,8 +231,8 @@ def test_mask_rows_of_requests_without_tokens_take_no_bits(way: Way) -> None:
 
 def test_the_angle_of_position_5() -> None:
     cos, sin = rope_cos_sin(np.array([5], np.int32), rope_frequencies(2, 10000.0))
-    np.testing.assert_allclose(cos, [[0.283662]], atol=1e-6)
-    np.testing.assert_allclose(sin, [[-0.958924]], atol=1e-6)
+    assert_close(cos, [[0.283662]], atol=1e-6)
+    assert_close(sin, [[-0.958924]], atol=1e-6)
 
 
 @every_paged_way
@@ -267,8 +268,8 @@ def test_prefill_of_six_equals_prefill_of_five_and_decode_of_one(way: Way) -> No
 
     whole = steps(6)
     assert np.isfinite(whole).all()
-    np.testing.assert_allclose(steps(5, 1), whole, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(steps(1, 1, 3, 1), whole, rtol=1e-5, atol=1e-6)
+    assert_close(steps(5, 1), whole, rtol=1e-5, atol=1e-6)
+    assert_close(steps(1, 1, 3, 1), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_requests_behind_a_shared_prefix_have_positions_of_their_own() -> None:

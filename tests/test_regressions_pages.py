@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close, bounds
 from batches import (
     ABSURD,
     ENGINE,
@@ -53,14 +54,14 @@ def attention64(
 
 
 def expect_float64(state: jaxinfer.AttentionState, requests: Any, causal: bool) -> None:
-    """Relative error below 1e-5, the float32 bound, for every request on its own."""
+    """Relative error below the float32 bound for every request on its own."""
     q, k, v = requests
     begin = 0
     for a, b, c in zip(q, k, v, strict=True):
         o, lse = attention64(a, b, c, causal)
         got = state.o[begin : begin + a.shape[0]].astype(np.float64)
-        assert np.linalg.norm(got - o) <= 1e-5 * np.linalg.norm(o)
-        np.testing.assert_allclose(state.lse[begin : begin + a.shape[0]], lse, atol=1e-4, rtol=1e-6)
+        assert np.linalg.norm(got - o) <= bounds()["float32"] * np.linalg.norm(o)
+        assert_close(state.lse[begin : begin + a.shape[0]], lse, atol=1e-4, rtol=1e-6)
         begin += a.shape[0]
 
 
@@ -100,7 +101,7 @@ def test_a_length_that_is_no_multiple_of_any_tile(way: Way, kv_len: int, head_di
     stored = store(way, *zero_queries([1], [kv_len], heads, heads, head_dim), page_size=16)
     state = run(way, stored)
     expect_visible(state, [range(kv_len)], heads)
-    np.testing.assert_allclose(state.lse, math.log(kv_len), rtol=1e-6)
+    assert_close(state.lse, math.log(kv_len), rtol=1e-6)
 
 
 # ---- page sizes (flashinfer#320, flashinfer#333)
@@ -112,8 +113,8 @@ def test_every_page_size_equals_contiguous(way: Way, page_size: int) -> None:
     flat = ENGINE[2]
     want = run(flat, store(flat, *requests), variant=CAUSAL)
     state = run(way, store(way, *requests, page_size=page_size), variant=CAUSAL)
-    np.testing.assert_allclose(state.o, want.o, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(state.lse, want.lse, rtol=1e-6, atol=1e-5)
+    assert_close(state.o, want.o, rtol=1e-5, atol=1e-6)
+    assert_close(state.lse, want.lse, rtol=1e-6, atol=1e-5)
     expect_float64(state, requests, causal=True)
 
 
@@ -160,7 +161,7 @@ def test_requests_that_end_inside_a_page_equal_their_single_runs(way: Way, batch
     first = attention(np.concatenate([q[0], padding]), [0, 1, 1], [0, 2, 2], [7, 2], [5, 0])
     second = attention(np.concatenate([q[1], padding[:1]]), [0, 2, 2], [0, 2, 2], [3, 9], [6, 0])
     for got, want in ((both.o, (first.o[:1], second.o[:2])), (both.lse, (first.lse[:1], second.lse[:2]))):
-        np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-5, atol=1e-6)
+        assert_close(got, np.concatenate(want), rtol=1e-5, atol=1e-6)
         if batch_invariant and way.implementation is None:
             assert same_bits(got, np.concatenate(want))
 
@@ -209,7 +210,7 @@ def test_a_request_whose_pages_are_all_bad_gets_the_empty_state(way: Way) -> Non
     state = attend(
         q, pool, pool, layout, plan, Variant(), kv_layout=way.kv_layout, implementation=way.implementation
     )
-    np.testing.assert_allclose(state.lse, [[-np.inf] * 2, [math.log(4)] * 2], rtol=1e-6)
+    assert_close(state.lse, [[-np.inf] * 2, [math.log(4)] * 2], rtol=1e-6)
     assert not np.asarray(state.o).any()
 
 
@@ -222,10 +223,10 @@ def test_each_request_sees_its_own_keys(way: Way) -> None:
     v[1] = v[1] + 5000
     stored = store(way, q, k, v)
     full, causal = run(way, stored), run(way, stored, variant=CAUSAL)
-    np.testing.assert_allclose(full.lse[:, 0], np.log([4, 3, 3]), rtol=1e-6)
-    np.testing.assert_allclose(full.o[:, 0, 0], [1.5, 5001, 5001], rtol=1e-6)
-    np.testing.assert_allclose(causal.lse[:, 0], np.log([4, 2, 3]), rtol=1e-6)
-    np.testing.assert_allclose(causal.o[:, 0, 0], [1.5, 5000.5, 5001], rtol=1e-6)
+    assert_close(full.lse[:, 0], np.log([4, 3, 3]), rtol=1e-6)
+    assert_close(full.o[:, 0, 0], [1.5, 5001, 5001], rtol=1e-6)
+    assert_close(causal.lse[:, 0], np.log([4, 2, 3]), rtol=1e-6)
+    assert_close(causal.o[:, 0, 0], [1.5, 5000.5, 5001], rtol=1e-6)
 
 
 # ---- group sizes: wrong (not refused), or read out of bounds (flashinfer#996, mlc-llm#2543, jax#24602)
@@ -309,5 +310,5 @@ def test_many_tokens_in_many_requests(total: int) -> None:
     assert plan.data.shape == (plan.spec.num_words,)
     state = run(way, stored, variant=CAUSAL)
     at = np.concatenate([np.arange(n) for n in q_len])
-    np.testing.assert_allclose(state.o[:, :, 3], np.repeat(at[:, None] / 2, 8, 1), rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(state.lse, np.repeat(np.log(at + 1)[:, None], 8, 1), rtol=1e-6, atol=1e-6)
+    assert_close(state.o[:, :, 3], np.repeat(at[:, None] / 2, 8, 1), rtol=2e-6, atol=1e-6)
+    assert_close(state.lse, np.repeat(np.log(at + 1)[:, None], 8, 1), rtol=1e-6, atol=1e-6)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from backend import assert_close
 from batches import (
     ENGINE,
     Way,
@@ -45,16 +46,16 @@ def prefix_and_suffix() -> tuple[list[Any], list[Any], list[Any]]:
 def test_merged_states_weigh_by_natural_exponentials(way: Way) -> None:
     """4096 keys of value 0 and 4 of value 1: with a base-2 LSE the weight would be 4.5e-5."""
     state = run(way, store(way, *prefix_and_suffix(), page_size=64))
-    np.testing.assert_allclose(state.lse[:, 0], [math.log(4096), math.log(4)], rtol=1e-6)
+    assert_close(state.lse[:, 0], [math.log(4096), math.log(4)], rtol=1e-6)
     a, b = (
         AttentionState(jnp.asarray(state.o[i : i + 1]), jnp.asarray(state.lse[i : i + 1])) for i in (0, 1)
     )
     for merged in (jaxinfer.merge(a, b), jaxinfer.merge(b, a), jaxinfer.merge_many([a, b])):
-        np.testing.assert_allclose(merged.o, np.full((1, 1, 16), 4 / 4100), rtol=1e-5)
-        np.testing.assert_allclose(merged.lse, math.log(4100), rtol=1e-6)
+        assert_close(merged.o, np.full((1, 1, 16), 4 / 4100), rtol=1e-5)
+        assert_close(merged.lse, math.log(4100), rtol=1e-6)
     log2 = jaxinfer.lse_to_log2(a.lse)
-    np.testing.assert_allclose(log2, 12.0, rtol=1e-6)
-    np.testing.assert_allclose(jaxinfer.lse_from_log2(log2), a.lse, rtol=1e-6)
+    assert_close(log2, 12.0, rtol=1e-6)
+    assert_close(jaxinfer.lse_from_log2(log2), a.lse, rtol=1e-6)
 
 
 @every_way
@@ -94,8 +95,8 @@ def test_levels_of_a_composed_layout_weigh_by_natural_exponentials(way: Way) -> 
         kv_layout=way.kv_layout,
         implementation=way.implementation,
     )
-    np.testing.assert_allclose(state.o, np.full((1, 1, 16), 4 / 4100), rtol=1e-5)
-    np.testing.assert_allclose(state.lse, math.log(4100), rtol=1e-6)
+    assert_close(state.o, np.full((1, 1, 16), 4 / 4100), rtol=1e-5)
+    assert_close(state.lse, math.log(4100), rtol=1e-6)
 
 
 # ---- merging empty states: -inf - -inf, 0 * NaN (flashinfer#4051, vllm#39148)
@@ -130,7 +131,7 @@ def test_fp16_products_beyond_the_largest_fp16(way: Way) -> None:
     state = run(way, store(way, q, k, v, dtype=np.float16))
     assert state.o.dtype == np.float16
     np.testing.assert_array_equal(state.o, np.full((1, 2, 128), 2, np.float16))
-    np.testing.assert_allclose(state.lse, 131072 / math.sqrt(128) + math.log(5), rtol=1e-6)
+    assert_close(state.lse, 131072 / math.sqrt(128) + math.log(5), rtol=1e-6)
 
 
 # ---- running sums in bf16 stall at 256
@@ -143,7 +144,7 @@ def test_long_sums_in_16_bits_are_exact(way: Way, kv_len: int, dtype: Any) -> No
     ones = [np.ones((kv_len, 1, 16), dtype)]
     state = run(way, store(way, q, k, ones, page_size=512, dtype=dtype))
     np.testing.assert_array_equal(state.o.astype(np.float32), 1.0)
-    np.testing.assert_allclose(state.lse, math.log(kv_len), rtol=1e-6)
+    assert_close(state.lse, math.log(kv_len), rtol=1e-6)
     signs = [ones[0] * np.where(np.arange(kv_len) % 2 == 0, 1, -1).astype(dtype)[:, None, None]]
     state = run(way, store(way, q, k, signs, page_size=512, dtype=dtype))
     np.testing.assert_array_equal(state.o.astype(np.float32), 0.0)
@@ -156,8 +157,9 @@ def test_long_sums_in_16_bits_are_exact(way: Way, kv_len: int, dtype: Any) -> No
 def test_valid_rows_equal_jax_nn(way: Way) -> None:
     q, k, v = random_requests([9], [9], 4, 2, 32)
     state = run(way, store(way, q, k, v), variant=CAUSAL)
-    want = jax.nn.dot_product_attention(q[0][None], k[0][None], v[0][None], is_causal=True)[0]
-    np.testing.assert_allclose(state.o, want, rtol=2e-5, atol=2e-6)
+    with jax.default_matmul_precision("highest"):
+        want = jax.nn.dot_product_attention(q[0][None], k[0][None], v[0][None], is_causal=True)[0]
+    assert_close(state.o, want, rtol=2e-5, atol=2e-6)
 
 
 # ---- a request's bits depend on its neighbours (flash-attention#1897, flashinfer#2424)
@@ -349,13 +351,13 @@ def test_a_shared_prefix_with_an_empty_suffix(way: Way, causal: bool) -> None:
         )
 
     shared = attention(jaxinfer.compose(prefix, suffix))
-    np.testing.assert_allclose(shared.o[:, 0, 0], o, atol=2e-6, rtol=1e-6)
-    np.testing.assert_allclose(shared.lse[:, 0], lse, atol=1e-6, rtol=1e-6)
+    assert_close(shared.o[:, 0, 0], o, atol=2e-6, rtol=1e-6)
+    assert_close(shared.lse[:, 0], lse, atol=1e-6, rtol=1e-6)
     if way.storage == "contiguous":
         return
     flat = attention(jaxinfer.paged([0, 1, 2, 3], [0, 2, 3, 5], [3, 1, 3, 3, 4], [4, 2, 3], page_size))
-    np.testing.assert_allclose(flat.o, shared.o, rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(flat.lse, shared.lse, rtol=2e-6)
+    assert_close(flat.o, shared.o, rtol=2e-6, atol=1e-6)
+    assert_close(flat.lse, shared.lse, rtol=2e-6)
 
 
 # ---- host code reads a device buffer (jax#31593)

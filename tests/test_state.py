@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close
 
 from jaxinfer import AttentionState, lse_from_log2, lse_to_log2, merge, merge_many
 
@@ -44,8 +45,8 @@ def test_unequal_chunks_weigh_by_their_keys() -> None:
     # 4096 and 4 keys with equal logits: base-2 and natural logs mixed up would give the small one 4.5e-5.
     big, small = state([[[0.0]]], [[math.log(4096)]]), state([[[1.0]]], [[math.log(4)]])
     got = merge(big, small)
-    np.testing.assert_allclose(got.o, [[[4 / 4100]]], rtol=1e-5)
-    np.testing.assert_allclose(got.lse, [[math.log(4100)]], rtol=1e-6)
+    assert_close(got.o, [[[4 / 4100]]], rtol=1e-5)
+    assert_close(got.lse, [[math.log(4100)]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("garbage", [0.0, np.nan, INF, 7.0])
@@ -77,8 +78,8 @@ def test_merge_against_float64() -> None:
     for some in (states[:1], states[:2], states):
         got = merge_many(some)
         o, lse = merged_in_float64(some)
-        np.testing.assert_allclose(got.o, o, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(got.lse, lse, rtol=1e-6, atol=1e-6)
+        assert_close(got.o, o, rtol=1e-5, atol=1e-6)
+        assert_close(got.lse, lse, rtol=1e-6, atol=1e-6)
     assert_same_bits(merge(states[0], states[1]), merge_many(states[:2]))
 
 
@@ -86,15 +87,15 @@ def test_order_does_not_matter_to_rounding() -> None:
     rng = np.random.default_rng(2)
     a, b, c = (random_state(rng) for _ in range(3))
     left, right = merge(merge(a, b), c), merge(a, merge(c, b))
-    np.testing.assert_allclose(left.o, right.o, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(left.lse, right.lse, rtol=1e-6)
+    assert_close(left.o, right.o, rtol=1e-5, atol=1e-6)
+    assert_close(left.lse, right.lse, rtol=1e-6)
 
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_huge_logits_do_not_over_or_underflow(shift: float) -> None:
     got = merge(state([[[1.0]]], [[shift]]), state([[[3.0]]], [[shift]]))
-    np.testing.assert_allclose(got.o, [[[2.0]]], rtol=1e-6)
-    np.testing.assert_allclose(got.lse, [[shift + math.log(2)]], rtol=1e-6)
+    assert_close(got.o, [[[2.0]]], rtol=1e-6)
+    assert_close(got.lse, [[shift + math.log(2)]], rtol=1e-6)
 
 
 def test_many_low_precision_states_are_rounded_once() -> None:
@@ -102,13 +103,13 @@ def test_many_low_precision_states_are_rounded_once() -> None:
     states = [random_state(rng, jnp.bfloat16) for _ in range(40)]
     o, _ = merged_in_float64(states)
     # Half an ulp of bfloat16 each, plus what float32 loses; rounding 40 times would lose several times that.
-    np.testing.assert_allclose(np.asarray(merge_many(states).o, np.float64), o, rtol=2**-8, atol=1e-4)
+    assert_close(np.asarray(merge_many(states).o, np.float64), o, rtol=2**-8, atol=1e-4)
 
 
 def test_log2_converters() -> None:
     lse = jnp.array([0.0, math.log(8), -INF])
-    np.testing.assert_allclose(lse_to_log2(lse), [0, 3, -INF], rtol=1e-6)
-    np.testing.assert_allclose(lse_from_log2(lse_to_log2(lse)), lse, rtol=1e-6)
+    assert_close(lse_to_log2(lse), [0, 3, -INF], rtol=1e-6)
+    assert_close(lse_from_log2(lse_to_log2(lse)), lse, rtol=1e-6)
 
 
 def test_is_a_pytree() -> None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import assert_close
 from batches import ABSURD, Way, attend, make_plan, random_requests, run, same_bits, store
 
 import jaxinfer
@@ -87,7 +88,7 @@ def test_a_scan_over_100_layers_equals_the_loop() -> None:
     # XLA may fuse tanh(o + x) differently in the two programs: rounding, not bits.
     for a, b in zip((*scan[:3], scan_marks), (*loop[:3], np.stack(loop_marks)), strict=True):
         assert np.isfinite(b).all()
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_layer_out_of_range_gives_the_empty_state() -> None:
@@ -211,7 +212,7 @@ def test_twenty_decode_steps_and_masks_that_come_and_go_are_one_trace() -> None:
         plan = jaxinfer.plan(layout, **HEADS, variant=variant)
         structures.add(jax.tree.structure((layout, plan, variant)))
         o = step(q, pool, pool, layout, plan, variant)
-        np.testing.assert_allclose(o, np.full((1, 4, 16), np.flatnonzero(mask[0]).mean()), rtol=1e-6)
+        assert_close(o, np.full((1, 4, 16), np.flatnonzero(mask[0]).mean()), rtol=1e-6)
     assert len(structures) == 1
     assert len(traces) == 1
 
@@ -299,7 +300,8 @@ def test_windows_and_caps_of_any_type_mean_the_same() -> None:
 
 def test_heads_sharded_over_two_devices() -> None:
     """In a process of its own, because the number of host devices is fixed when JAX starts."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, **flags}
     program = Path(__file__).parent / "sharded_program.py"
     done = subprocess.run(
         [sys.executable, str(program)],

@@ -46,9 +46,10 @@ def interleaved(
             seconds[name].append(time.perf_counter() - begin)
         if done >= 4 and time.perf_counter() - start > max_seconds:
             break
-    return {name: _summary(samples) for name, samples in seconds.items()}
+    return {name: summary(samples) for name, samples in seconds.items()}
 
 
-def _summary(samples: list[float]) -> Timing:
+def summary(samples: list[float]) -> Timing:
+    """Median and quartiles of samples."""
     low, median, high = np.percentile(samples, [25, 50, 75])
     return Timing(float(median), float(low), float(high), len(samples))

@@ -1,0 +1,207 @@
+// Where K and V rows lie and how blocks of them reach shared memory: the only header that knows pages,
+// layers, strides and contiguous caches. No math; nothing here depends on the attention rules.
+#pragma once
+
+#include "kernels/work.cuh"
+
+namespace jaxinfer {
+
+// A tile of rows in shared memory, kChunks pieces of 16 bytes each, swizzled so that eight rows at one column
+// of chunks lie in different banks: for ldmatrix, for copies and for plain 16-byte reads.
+template <int kChunks>
+struct RowTile {
+  static_assert(kChunks % 8 == 0 || kChunks == 12, "rows are whole multiples of 128 bytes, or 192");
+  static constexpr int kPitch = kChunks * 16;
+
+  // What the low bits of a row's chunk numbers are combined with.
+  static JAXINFER_DEVICE int phase(int row) { return kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3; }
+  static JAXINFER_DEVICE uint32_t offset(int row, int chunk) {
+    return static_cast<uint32_t>(row * kPitch + ((chunk ^ phase(row)) << 4));
+  }
+};
+
+// Sizes of a ring of KV blocks. A stream is a group of kWarpsM warps that share one ring and read the same
+// blocks; stream s of an item reads blocks s, s + kStreams, ... Everything that a stream needs is private to
+// it.
+template <class Config>
+struct RingShape {
+  using Type = Element<Config::kDType>;
+  static constexpr int kChunksQk = Config::kHeadDimQk / Type::kPerChunk;
+  static constexpr int kChunksVo = Config::kHeadDimVo / Type::kPerChunk;
+  static constexpr int kKBytes = Config::kBlockKV * kChunksQk * 16;
+  static constexpr int kVBytes = Config::kBlockKV * kChunksVo * 16;
+  static constexpr int kStageBytes = kKBytes + kVBytes;
+  static constexpr int kStages = Config::kStreams * Config::kStages;  // of all streams
+  static constexpr int kBytes = kStages * kStageBytes;
+  static constexpr int kRowsPerWarp = Config::kBlockKV / Config::kWarpsM;
+  // Per stage one word of present columns for every loading warp, and the columns' positions.
+  static constexpr int kPresentBytes = kStages * Config::kWarpsM * 4;
+  static constexpr int kPositionBytes = kStages * Config::kBlockKV * 4;
+  static_assert(kRowsPerWarp * Config::kWarpsM == Config::kBlockKV && kRowsPerWarp <= 32,
+                "rows per loading warp");
+};
+
+// Loads the blocks of a CTA's items in order, ahead of their use and across the borders of items.
+template <class Config>
+class KvRing {
+  using Shape = RingShape<Config>;
+  using Type = Element<Config::kDType>;
+  // Packed tiles of short queries are the only readers of their K and V; of long queries many tiles read the
+  // same.
+  static constexpr bool kReadOnce = Config::kPacked && Config::kTile < 128;
+
+ public:
+  // `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
+  JAXINFER_DEVICE KvRing(const AttentionParams& params, int cls, int passes, const CtaState& cta,
+                         WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
+                         int warp, int lane)
+      : params_(params),
+        cursor_(params, cls, Config::kPacked, passes, state.loading),
+        cta_(cta),
+        state_(state),
+        data_(data + stream * Config::kStages * Shape::kStageBytes),
+        present_(present + stream * Config::kStages * Config::kWarpsM),
+        positions_(positions + stream * Config::kStages * Config::kBlockKV),
+        stream_(stream),
+        warp_(warp),
+        lane_(lane) {
+    next_item();
+    look_up();
+#pragma unroll
+    for (int i = 0; i < Config::kStages - 1; ++i) issue(i);
+  }
+
+  // Starts the copies of the next block into a stage, as one group (an empty one behind the last block).
+  JAXINFER_DEVICE void issue(int stage) {
+    if (begin_ >= 0) {
+      copy(stage);
+      begin_ += Config::kStreams * Config::kBlockKV;
+      if (begin_ >= cursor_.state().item.kv_end) next_item();
+      look_up();
+    }
+    commit_copies();
+  }
+
+  JAXINFER_DEVICE uint32_t k_tile(int stage) const { return data_ + stage * Shape::kStageBytes; }
+  JAXINFER_DEVICE uint32_t v_tile(int stage) const { return k_tile(stage) + Shape::kKBytes; }
+
+  // Bit c: column c of the stage's block lies inside the item's range and in the pool.
+  JAXINFER_DEVICE uint64_t present(int stage) const {
+    uint64_t bits = 0;
+#pragma unroll
+    for (int w = 0; w < Config::kWarpsM; ++w) {
+      bits |= uint64_t{present_[stage * Config::kWarpsM + w]} << (w * Shape::kRowsPerWarp);
+    }
+    return bits;
+  }
+  // Positions of the stage's columns; written only where the layout gives block positions.
+  JAXINFER_DEVICE const int* positions(int stage) const { return positions_ + stage * Config::kBlockKV; }
+
+ private:
+  // Moves to the next item with a block for this stream.
+  JAXINFER_DEVICE void next_item() {
+    do {
+      if (!cursor_.next()) {
+        begin_ = -1;
+        return;
+      }
+      begin_ = cursor_.state().item.kv_begin + stream_ * Config::kBlockKV;
+    } while (begin_ >= cursor_.state().item.kv_end);
+    const int head = cursor_.state().head;
+    const int kv_head = Config::kPacked ? head : cta_.group_size.divide(head);
+    const int64_t layer = params_.layer == nullptr ? 0 : *params_.layer;
+    state_.k_head = layer * params_.k_strides.layer + kv_head * params_.k_strides.head;
+    state_.v_head = layer * params_.v_strides.layer + kv_head * params_.v_strides.head;
+    __syncwarp();
+  }
+
+  // Index in the row's list of this lane's row of the next block.
+  JAXINFER_DEVICE int lane_index() const { return begin_ + warp_ * Shape::kRowsPerWarp + lane_; }
+
+  // Reads the page id of this lane's row of the next block: early, because the copies of that block wait for
+  // it.
+  JAXINFER_DEVICE void look_up() {
+    if constexpr (!Config::kContiguous) {
+      page_ = -1;
+      if (!lane_has_row()) return;
+      const int64_t entry = int64_t{cursor_.state().item.table_begin} + cta_.page_size.divide(lane_index());
+      if (entry < params_.kv_indices_capacity) page_ = __ldg(params_.kv_indices + entry);
+    }
+  }
+
+  JAXINFER_DEVICE bool lane_has_row() const {
+    return begin_ >= 0 && lane_ < Shape::kRowsPerWarp && lane_index() < cursor_.state().item.kv_end;
+  }
+
+  JAXINFER_DEVICE void copy(int stage) {
+    // Each lane knows one row; the others get its place by shuffles, so that no address is computed twice.
+    int64_t page = page_;
+    if constexpr (Config::kContiguous) {
+      page = lane_has_row() ? int64_t{cursor_.state().item.table_begin} + lane_index() : -1;
+    }
+    const bool in_pool = page >= 0 && page < params_.num_pages;
+    int64_t k_row = 0;
+    int64_t v_row = 0;
+    if (in_pool) {
+      k_row = state_.k_head + page * params_.k_strides.page;
+      v_row = state_.v_head + page * params_.v_strides.page;
+      if constexpr (!Config::kContiguous) {
+        const int block = cta_.page_size.divide(lane_index());
+        const int in_page = lane_index() - block * cta_.page_size.divisor;
+        k_row += in_page * params_.k_strides.token;
+        v_row += in_page * params_.v_strides.token;
+        if (params_.block_pos != nullptr) {
+          positions_[stage * Config::kBlockKV + warp_ * Shape::kRowsPerWarp + lane_] =
+              __ldg(params_.block_pos + int64_t{cursor_.state().item.table_begin} + block) + in_page;
+        }
+      }
+    }
+    const uint32_t present = __ballot_sync(kFullWarp, in_pool);
+    if (lane_ == 0) present_[stage * Config::kWarpsM + warp_] = present;
+    const uint64_t policy = make_policy(kReadOnce);
+    const int chunks_qk = params_.head_dim_qk / Type::kPerChunk;
+    const int chunks_vo = params_.head_dim_vo / Type::kPerChunk;
+    constexpr int kGroups = (Shape::kRowsPerWarp + 3) / 4;  // eight lanes copy one row, 128 bytes at a time
+    const int column = lane_ & 7;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int row = g * 4 + (lane_ >> 3);
+      const char* k = static_cast<const char*>(params_.k) + shuffle(k_row, row) * Type::kBytes;
+      const char* v = static_cast<const char*>(params_.v) + shuffle(v_row, row) * Type::kBytes;
+      if (Shape::kRowsPerWarp % 4 != 0 && row >= Shape::kRowsPerWarp) continue;
+      const bool row_present = (present >> row & 1) != 0;
+      const int tile_row = warp_ * Shape::kRowsPerWarp + row;
+      copy_row<Shape::kChunksQk>(k_tile(stage), tile_row, column, k, row_present, chunks_qk, policy);
+      copy_row<Shape::kChunksVo>(v_tile(stage), tile_row, column, v, row_present, chunks_vo, policy);
+    }
+  }
+
+  // Chunks beyond the true head dim and rows that are not there become zeros: what the pool or shared memory
+  // holds there may be NaN, and 0 * NaN would reach the sums.
+  template <int kChunks>
+  JAXINFER_DEVICE void copy_row(uint32_t tile, int row, int column, const char* from, bool row_present,
+                                int chunks, uint64_t policy) {
+#pragma unroll
+    for (int first = 0; first < kChunks; first += 8) {
+      const int chunk = first + column;
+      if (kChunks % 8 != 0 && chunk >= kChunks) continue;
+      copy_async(tile + RowTile<kChunks>::offset(row, chunk), from + chunk * 16,
+                 row_present && chunk < chunks, policy);
+    }
+  }
+
+  const AttentionParams& params_;
+  ItemCursor cursor_;
+  const CtaState& cta_;
+  WarpState& state_;
+  uint32_t data_;
+  uint32_t* present_;
+  int* positions_;
+  int stream_;
+  int warp_;
+  int lane_;
+  int begin_;      // index of the next block's first column in the row's list; -1 behind the last block
+  int page_ = -1;  // page id of this lane's row of the next block, or -1; not used when contiguous
+};
+
+}  // namespace jaxinfer

@@ -1,0 +1,240 @@
+// The PTX that kernels use, one wrapper each: asynchronous copies, matrix fragments, barriers, fast math, and
+// element types. No attention here. Needs no CUDA header, so that NVRTC compiles it alone.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+#define JAXINFER_DEVICE __device__ __forceinline__
+
+namespace jaxinfer {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr uint32_t kFullWarp = 0xffffffffu;
+constexpr int32_t kInt32Max = 2147483647;
+constexpr int32_t kInt32Min = -2147483647 - 1;
+
+JAXINFER_DEVICE float infinity() {
+  return __int_as_float(0x7f800000);
+}
+
+// One of two types.
+template <bool kCondition, class A, class B>
+struct Select {
+  using Type = A;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+  using Type = B;
+};
+
+// threadIdx.x, read again at every use: what is computed from it in rarely run code must not stay in
+// registers.
+JAXINFER_DEVICE int fresh_thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+// ---- shared memory ----
+
+JAXINFER_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+JAXINFER_DEVICE void store_shared(uint32_t to, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+JAXINFER_DEVICE uint4 load_shared(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+JAXINFER_DEVICE float4 load_shared_float4(uint32_t from) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
+// Copies 16 bytes, or writes 16 zero bytes when `present` is false; then `from` is not read.
+JAXINFER_DEVICE void copy_async(uint32_t to, const void* from, bool present, uint64_t policy) {
+  const uint32_t bytes = present ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to),
+               "l"(from), "r"(bytes), "l"(policy)
+               : "memory");
+}
+JAXINFER_DEVICE void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's latest groups are unfinished.
+template <int kPending>
+JAXINFER_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// L2 policies: data that is read once should leave first; data that other CTAs read again stays as usual.
+JAXINFER_DEVICE uint64_t make_policy(bool read_once) {
+  uint64_t policy;
+  if (read_once) {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  } else {
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  }
+  return policy;
+}
+
+// ---- barriers ----
+
+// All threads of the CTA.
+JAXINFER_DEVICE void cta_barrier() {
+  __syncthreads();
+}
+
+// A group of `num_threads` threads (whole warps) under barrier `id`; 0 is the CTA's own.
+JAXINFER_DEVICE void group_barrier(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// ---- fragments ----
+
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+JAXINFER_DEVICE void load_matrices(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+JAXINFER_DEVICE void load_matrices_transposed(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+// ---- math ----
+
+// 2^x to 2 units in the last place; 2^-inf is 0, results under 2^-126 are 0.
+JAXINFER_DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+JAXINFER_DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+JAXINFER_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+JAXINFER_DEVICE float shuffle_xor(float x, int mask) {
+  return __shfl_xor_sync(kFullWarp, x, mask);
+}
+JAXINFER_DEVICE int64_t shuffle(int64_t x, int lane) {
+  const uint32_t low = __shfl_sync(kFullWarp, static_cast<uint32_t>(x), lane);
+  const uint32_t high = __shfl_sync(kFullWarp, static_cast<uint32_t>(static_cast<uint64_t>(x) >> 32), lane);
+  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+}
+
+// ---- element types ----
+
+// kPerChunk elements make 16 bytes, the unit of every copy and of every hole that sees fragments.
+template <DType kType>
+struct Element;
+
+template <>
+struct Element<DType::kF32> {
+  static constexpr int kBytes = 4;
+  static constexpr int kPerChunk = 4;
+  static constexpr uint32_t kSignBits = 0x80000000u;
+
+  static JAXINFER_DEVICE void unpack(uint4 chunk, float (&x)[4]) {
+    x[0] = __uint_as_float(chunk.x);
+    x[1] = __uint_as_float(chunk.y);
+    x[2] = __uint_as_float(chunk.z);
+    x[3] = __uint_as_float(chunk.w);
+  }
+  static JAXINFER_DEVICE uint4 pack(const float (&x)[4]) {
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                      __float_as_uint(x[3]));
+  }
+};
+
+// What the two 16-bit types share; Type has low, high and pack_pair.
+template <class Type>
+struct HalfElement {
+  static constexpr int kBytes = 2;
+  static constexpr int kPerChunk = 8;
+  static constexpr uint32_t kSignBits = 0x80008000u;
+
+  static JAXINFER_DEVICE void unpack(uint4 chunk, float (&x)[8]) {
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[2 * i] = Type::low(words[i]);
+      x[2 * i + 1] = Type::high(words[i]);
+    }
+  }
+  static JAXINFER_DEVICE uint4 pack(const float (&x)[8]) {
+    return make_uint4(Type::pack_pair(x[0], x[1]), Type::pack_pair(x[2], x[3]), Type::pack_pair(x[4], x[5]),
+                      Type::pack_pair(x[6], x[7]));
+  }
+};
+
+template <>
+struct Element<DType::kBF16> : HalfElement<Element<DType::kBF16>> {
+  static JAXINFER_DEVICE float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  static JAXINFER_DEVICE float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+  static JAXINFER_DEVICE uint32_t pack_pair(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  // c += a * b for a 16x16 (row) and b 16x8 (column), accumulated in float32.
+  static JAXINFER_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+template <>
+struct Element<DType::kF16> : HalfElement<Element<DType::kF16>> {
+  static JAXINFER_DEVICE float low(uint32_t pair) {
+    float x;
+    asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.f32.f16 %0, lo;}" : "=f"(x) : "r"(pair));
+    return x;
+  }
+  static JAXINFER_DEVICE float high(uint32_t pair) {
+    float x;
+    asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.f32.f16 %0, hi;}" : "=f"(x) : "r"(pair));
+    return x;
+  }
+  static JAXINFER_DEVICE uint32_t pack_pair(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  static JAXINFER_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+}  // namespace jaxinfer

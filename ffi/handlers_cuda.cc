@@ -1,0 +1,203 @@
+// XLA FFI handlers for platform "CUDA": buffers and attributes to parameter structs, then one launch per tile
+// class and one merge. Kernels are loaded in the initialize stage; the execute stage only launches (it never
+// allocates, synchronises or reads device memory), so that a command buffer can capture it. No math.
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <type_traits>
+
+#include "checks.h"
+#include "handlers.h"
+#include "kernels.h"
+
+namespace jaxinfer {
+
+namespace {
+
+// The structs are kernel parameters, copied byte by byte: 4 KB is what every driver accepts.
+static_assert(std::is_trivially_copyable_v<AttentionParams> && sizeof(AttentionParams) < 4096);
+static_assert(std::is_trivially_copyable_v<AppendParams> && sizeof(AppendParams) < 4096);
+
+constexpr int64_t kCtasPerMultiprocessor = 8;  // of a grid-stride kernel; more would only queue
+constexpr size_t kMaxOperandBytes = 1024;      // of a user's variant; a kernel parameter like the structs
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Grid of a kernel that strides over `work` CTAs' worth of items.
+int64_t stride_grid(const cuda::Kernel& kernel, int64_t work) {
+  return std::min(work, kCtasPerMultiprocessor * int64_t{kernel.num_multiprocessors});
+}
+
+ffi::Error internal(const std::string& text) {
+  return ffi::Error::Internal("jaxinfer: " + text);
+}
+
+ffi::Error initialize(int32_t device, ffi::Dictionary attributes) {
+  const auto specs = attributes.get<std::string_view>("kernels");
+  JAXINFER_CHECK(specs.has_value(),
+                 "the call carries no kernels; it was exported by another version of jaxinfer");
+  if (const auto error = cuda::load_kernels(device, *specs); !error.empty()) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxinfer: " + error);
+  }
+  return ffi::Error::Success();
+}
+
+// The operands of a user's variant as the kernel takes them: pointers in field order, then the scalars'
+// bytes.
+ffi::Error pack_operands(ffi::RemainingArgs arrays, std::string_view scalars,
+                         char (&packed)[kMaxOperandBytes]) {
+  JAXINFER_CHECK(arrays.size() * sizeof(void*) + scalars.size() <= kMaxOperandBytes,
+                 "a variant has more operands than fit into " + std::to_string(kMaxOperandBytes) + " bytes");
+  char* out = packed;
+  for (size_t i = 0; i < arrays.size(); ++i, out += sizeof(void*)) {
+    const auto array = arrays.get<ffi::AnyBuffer>(i);
+    if (!array.has_value()) return array.error();
+    const void* pointer = array->untyped_data();
+    std::memcpy(out, &pointer, sizeof(pointer));
+  }
+  std::memcpy(out, scalars.data(), scalars.size());
+  return ffi::Error::Success();
+}
+
+ffi::Error attention(int32_t device, cuda::Stream stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                     ffi::AnyBuffer v, IntBuffer layer, IntBuffer plan, IntBuffer kv_indices,
+                     IntBuffer kv_offset, IntBuffer q_pos, IntBuffer block_pos, IntBuffer q_start,
+                     IntBuffer kv_len, ffi::Buffer<ffi::DataType::U8> mask_bits, IntBuffer mask_indptr,
+                     ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> o,
+                     ffi::ResultBuffer<ffi::DataType::F32> lse,
+                     ffi::ResultBuffer<ffi::DataType::F32> workspace, int32_t rules, float sm_scale,
+                     float logits_soft_cap, int32_t window_left, int32_t window_right, bool hnd,
+                     bool contiguous, bool has_layer, bool has_block_pos,
+                     ffi::Span<const int32_t> plan_classes, int32_t merge_capacity, int32_t slot_capacity,
+                     std::string_view kernels, std::string_view scalars) {
+  AttentionCall call{q,         k,       v,      layer,     plan,        kv_indices, kv_offset, q_pos,
+                     block_pos, q_start, kv_len, mask_bits, mask_indptr, o,          lse,       workspace};
+  AttentionParams params;
+  JAXINFER_RETURN_IF_ERROR(make_params(call,
+                                       {.rules = rules,
+                                        .sm_scale = sm_scale,
+                                        .logits_soft_cap = logits_soft_cap,
+                                        .window_left = window_left,
+                                        .window_right = window_right,
+                                        .hnd = hnd,
+                                        .contiguous = contiguous,
+                                        .has_layer = has_layer,
+                                        .has_block_pos = has_block_pos,
+                                        .plan_classes = plan_classes,
+                                        .merge_capacity = merge_capacity,
+                                        .slot_capacity = slot_capacity},
+                                       &params));
+  alignas(16) char packed[kMaxOperandBytes] = {};
+  JAXINFER_RETURN_IF_ERROR(pack_operands(operands, scalars, packed));
+
+  const auto* loaded = cuda::find_kernels(device, kernels);
+  if (loaded == nullptr) return internal("the kernels were not loaded before execution");
+  const PlanFormat& format = params.format;
+  const bool merges = merge_capacity > 0 && slot_capacity > 0;
+  JAXINFER_CHECK(loaded->size() == static_cast<size_t>(format.num_classes) + (merges ? 1 : 0),
+                 "the call has " + std::to_string(loaded->size()) + " kernels, its plan needs " +
+                     std::to_string(format.num_classes + (merges ? 1 : 0)));
+  if (params.num_tokens == 0) return ffi::Error::Success();
+
+  for (int32_t cls = 0; cls < format.num_classes; ++cls) {
+    if (format.classes[cls].item_capacity == 0 || format.classes[cls].num_ctas <= 0) continue;
+    void* arguments[] = {&params, &cls, packed};
+    if (const auto error = cuda::launch((*loaded)[cls], format.classes[cls].num_ctas, stream, arguments);
+        !error.empty()) {
+      return internal(error);
+    }
+  }
+  if (merges) {
+    const cuda::Kernel& merge = loaded->back();
+    const int64_t rows = int64_t{merge_capacity} * params.num_qo_heads;  // one warp each
+    void* arguments[] = {&params, packed};
+    if (const auto error = cuda::launch(merge, stride_grid(merge, ceil_div(rows, merge.num_threads / 32)),
+                                        stream, arguments);
+        !error.empty()) {
+      return internal(error);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// k_pages and v_pages arrive twice: as operands and as the results that alias them. Only the results are
+// used.
+ffi::Error append(int32_t device, cuda::Stream stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer k,
+                  ffi::AnyBuffer v, IntBuffer slots, IntBuffer layer, ffi::Result<ffi::AnyBuffer> k_pages,
+                  ffi::Result<ffi::AnyBuffer> v_pages, bool hnd, bool has_layer, std::string_view kernels) {
+  AppendCall call{k, v, slots, layer, k_pages, v_pages};
+  AppendParams params;
+  JAXINFER_RETURN_IF_ERROR(make_params(call, hnd, has_layer, &params));
+  const auto* loaded = cuda::find_kernels(device, kernels);
+  if (loaded == nullptr) return internal("the kernels were not loaded before execution");
+  JAXINFER_CHECK(loaded->size() == 1, "an append has one kernel, got " + std::to_string(loaded->size()));
+  if (params.num_tokens == 0 || params.num_pages == 0) return ffi::Error::Success();
+
+  const cuda::Kernel& kernel = loaded->front();
+  void* arguments[] = {&params};
+  const auto error = cuda::launch(kernel, stride_grid(kernel, params.num_tokens), stream, arguments);
+  return error.empty() ? ffi::Error::Success() : internal(error);
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_initialize_cuda, initialize,
+                              ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attention_cuda, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                  .Arg<ffi::AnyBuffer>()                   // q
+                                  .Arg<ffi::AnyBuffer>()                   // k
+                                  .Arg<ffi::AnyBuffer>()                   // v
+                                  .Arg<IntBuffer>()                        // layer
+                                  .Arg<IntBuffer>()                        // plan
+                                  .Arg<IntBuffer>()                        // kv_indices
+                                  .Arg<IntBuffer>()                        // kv_offset
+                                  .Arg<IntBuffer>()                        // q_pos
+                                  .Arg<IntBuffer>()                        // block_pos
+                                  .Arg<IntBuffer>()                        // q_start
+                                  .Arg<IntBuffer>()                        // kv_len
+                                  .Arg<ffi::Buffer<ffi::DataType::U8>>()   // mask_bits
+                                  .Arg<IntBuffer>()                        // mask_indptr
+                                  .RemainingArgs()                         // arrays of a user's variant
+                                  .Ret<ffi::AnyBuffer>()                   // o
+                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // lse
+                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // workspace
+                                  .Attr<int32_t>("rules")
+                                  .Attr<float>("sm_scale")
+                                  .Attr<float>("logits_soft_cap")
+                                  .Attr<int32_t>("window_left")
+                                  .Attr<int32_t>("window_right")
+                                  .Attr<bool>("hnd")
+                                  .Attr<bool>("contiguous")
+                                  .Attr<bool>("has_layer")
+                                  .Attr<bool>("has_block_pos")
+                                  .Attr<ffi::Span<const int32_t>>("plan_classes")
+                                  .Attr<int32_t>("merge_capacity")
+                                  .Attr<int32_t>("slot_capacity")
+                                  .Attr<std::string_view>("kernels")
+                                  .Attr<std::string_view>("scalars"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_append_cuda, append,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                  .Arg<ffi::AnyBuffer>()  // k_pages
+                                  .Arg<ffi::AnyBuffer>()  // v_pages
+                                  .Arg<ffi::AnyBuffer>()  // k
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<IntBuffer>()       // slots
+                                  .Arg<IntBuffer>()       // layer
+                                  .Ret<ffi::AnyBuffer>()  // k_pages
+                                  .Ret<ffi::AnyBuffer>()  // v_pages
+                                  .Attr<bool>("hnd")
+                                  .Attr<bool>("has_layer")
+                                  .Attr<std::string_view>("kernels"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxinfer

@@ -1,0 +1,61 @@
+// Loaded GPU kernels by device and spec. Compiling is a callback's affair (jaxinfer.jit registers one); this
+// file knows neither Python nor XLA.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "driver.h"
+
+namespace jaxinfer::cuda {
+
+// What the loader returns for one spec.
+struct CompiledKernel {
+  std::string cubin;
+  std::string entry;    // name of the kernel in the cubin
+  int32_t num_threads;  // per CTA
+  int32_t smem_bytes;   // dynamic shared memory per CTA
+};
+
+// Compiles `spec` for `arch` ("sm_90a"); on failure fills `error` and returns what it likes. Called without
+// any lock held and from any thread.
+using Loader =
+    std::function<CompiledKernel(const std::string& spec, const std::string& arch, std::string* error)>;
+void set_loader(Loader loader);
+
+// A kernel that is ready to be launched on its device.
+struct Kernel {
+  Function function;
+  Context context;
+  int32_t num_threads;
+  int32_t smem_bytes;
+  int32_t num_multiprocessors;  // of the device
+};
+
+// Facts about a device, read once.
+struct DeviceInfo {
+  Device device;
+  Context context;  // the primary one
+  std::string name;
+  std::string arch;
+  int32_t num_multiprocessors;
+  int32_t max_smem_bytes;  // per CTA
+  std::string error;       // empty when the device can be used
+};
+const DeviceInfo& device_info(int32_t ordinal);
+
+// Loads the kernels of `specs`, one spec per line, on a device; "" or an error. Cheap when they are loaded
+// already.
+std::string load_kernels(int32_t ordinal, std::string_view specs);
+
+// The loaded kernels of `specs`, in the order of the lines, or null when load_kernels has not run. They stay
+// loaded.
+const std::vector<Kernel>* find_kernels(int32_t ordinal, std::string_view specs);
+
+// Launches on a stream of the kernel's device; never allocates or synchronises. "" or an error.
+std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params);
+
+}  // namespace jaxinfer::cuda

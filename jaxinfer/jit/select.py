@@ -1,0 +1,96 @@
+"""Which kernels a GPU call needs: from the static facts of the call to specs, in the order that the handlers
+expect.
+
+Choices that depend on the architecture are not made here: a program may be lowered on a machine without a
+GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .render import holes
+from .spec import FunctorSource, KernelSpec, join, padded_head_dim
+
+_RULE_SOFTMAX = 32  # of `enum Rule` in csrc/params.h: all that the merge needs to know
+_MMA_TILES = (16, 32, 64, 128)
+
+
+def attention_kernels(
+    *,
+    dtype: str,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    classes: Sequence[tuple[int, bool]],
+    merges: bool,
+    contiguous: bool,
+    rules: int,
+    functor: FunctorSource | None,
+    implementation: str | None,
+) -> str:
+    """The `kernels` attribute of an attention call: one spec per tile class, then the merge's if the plan can
+    merge.
+
+    Args:
+      dtype: of q, K and V.
+      head_dim_qk, head_dim_vo: true ones.
+      classes: (tile, packed) of every tile class.
+      merges: whether the plan has room for partial states.
+      contiguous: K and V are not paged.
+      rules: OR of the bits of `enum Rule`.
+      functor: the user's rules.
+      implementation: None or "mma".
+
+    Raises:
+      ValueError: the plan's tiles do not fit the dtype or the implementation; names both.
+      NotImplementedError: no kernel is wide enough.
+    """
+    dims = {"head_dim_qk": padded_head_dim(head_dim_qk), "head_dim_vo": padded_head_dim(head_dim_vo)}
+    specs = [
+        KernelSpec(
+            kernel=_kernel(dtype, tile, implementation),
+            dtype=dtype,
+            tile=tile,
+            packed=packed,
+            contiguous=contiguous,
+            rules=rules,
+            functor=functor,
+            **dims,
+        )
+        for tile, packed in classes
+    ]
+    if merges:
+        specs.append(
+            KernelSpec(
+                kernel="merge",
+                dtype=dtype,
+                head_dim_vo=dims["head_dim_vo"],
+                rules=rules & _RULE_SOFTMAX,
+                # The final output is written by the merge too; nothing else of a user's rules is.
+                functor=functor if functor is not None and "output" in holes(functor) else None,
+            )
+        )
+    return join(specs)
+
+
+def append_kernels(*, dtype: str) -> str:
+    """The `kernels` attribute of an append."""
+    # Rows are copied as bytes, so that one kernel serves both 16-bit types.
+    return join([KernelSpec(kernel="append", dtype="float32" if dtype == "float32" else "bfloat16")])
+
+
+def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
+    if tile == 1 and implementation is None:
+        return "attention_simt"
+    if tile == 1:
+        raise ValueError(
+            f"implementation={implementation!r} has no tile 1; plan with tiles from {_MMA_TILES}"
+        )
+    if dtype == "float32":
+        raise ValueError(
+            f"the plan has tile {tile}, dtype is float32: on a GPU float32 runs on tile 1 alone. "
+            "Plan with tiles=(1,), which is the default when a GPU is JAX's default backend."
+        )
+    if tile not in _MMA_TILES:
+        raise NotImplementedError(f"tile {tile} on a GPU; supported: 1 and {_MMA_TILES}")
+    return "attention_mma"

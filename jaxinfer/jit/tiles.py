@@ -1,0 +1,218 @@
+"""How each tile is computed: warps, KV blocks, stages and registers, by dtype, head dims and GPU.
+
+The one table of such choices; `Config` of the kernels in csrc/kernels gets them as constants. Rendering is
+render.py's business, which tile a plan uses is the planner's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+_ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Geometry of one kernel.
+
+    Attributes:
+      num_threads: per CTA.
+      smem_bytes: dynamic shared memory per CTA.
+      min_ctas: CTAs per multiprocessor that the compiler must leave registers for.
+      constants: what else the template's Config holds, by name.
+    """
+
+    num_threads: int
+    smem_bytes: int = 0
+    min_ctas: int = 1
+    constants: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One row of the table: `streams` groups of `warps_m` warps.
+
+    The warps of a stream split the query rows and share a ring of `stages` blocks of `block_kv` KV tokens;
+    streams split the blocks of an item. `query_in_registers`: else read again from shared memory at every block.
+    """
+
+    warps_m: int
+    streams: int
+    block_kv: int
+    stages: int
+    min_ctas: int
+    query_in_registers: bool
+
+
+# Tile 16 and 32 read K and V once and are limited by that: 64 KB in flight per multiprocessor saturate an H200, and
+# eight warps hide each other's latency better than four, so two CTAs wherever their rings fit. Tile 64 and 128 are
+# for longer queries: 32 rows per warp halve the shared memory reads of K and V, as long as o fits into registers.
+_MMA: dict[int, dict[tuple[int, int], _Shape]] = {
+    16: {
+        (64, 64): _Shape(1, 4, 32, 2, 2, True),
+        (96, 96): _Shape(1, 4, 16, 3, 2, True),
+        (128, 128): _Shape(1, 4, 16, 2, 2, True),
+        (192, 192): _Shape(1, 4, 16, 3, 1, True),
+        (256, 256): _Shape(1, 4, 16, 3, 1, False),
+    },
+    32: {
+        (64, 64): _Shape(2, 2, 64, 2, 2, True),
+        (96, 96): _Shape(2, 2, 32, 3, 2, True),
+        (128, 128): _Shape(2, 2, 32, 2, 2, True),
+        (192, 192): _Shape(2, 2, 32, 3, 1, True),
+        (256, 256): _Shape(2, 2, 32, 2, 1, False),
+    },
+    64: {
+        (64, 64): _Shape(4, 1, 64, 2, 3, True),
+        (96, 96): _Shape(4, 1, 64, 2, 2, True),
+        (128, 128): _Shape(4, 1, 64, 2, 2, True),
+        (192, 128): _Shape(4, 1, 64, 2, 2, False),
+        (192, 192): _Shape(4, 1, 32, 2, 2, False),
+        (256, 256): _Shape(4, 1, 32, 2, 2, False),
+    },
+    128: {
+        (64, 64): _Shape(4, 1, 64, 2, 2, False),
+        (96, 96): _Shape(4, 1, 64, 2, 2, False),
+        (128, 128): _Shape(4, 1, 64, 2, 2, False),
+        (192, 128): _Shape(4, 1, 32, 2, 2, False),
+        (192, 192): _Shape(8, 1, 64, 2, 1, False),
+        (256, 256): _Shape(8, 1, 64, 2, 1, False),
+    },
+}
+
+# Tile 1: every warp a stream of eight KV tokens at a time.
+_SIMT = _Shape(1, 4, 8, 3, 2, False)
+_SIMT_ROWS = 8  # kSimtMaxRows of attention_simt.cuh
+
+# sizeof(CtaState) and sizeof(WarpState) of work.cuh.
+_CTA_STATE = 32
+_WARP_STATE = 136
+
+_KB = 1024
+# Shared memory of a multiprocessor; one CTA can have 1 KB less, and each CTA costs 1 KB more than it asks for.
+_SMEM_PER_MULTIPROCESSOR = {
+    80: 164 * _KB,
+    86: 100 * _KB,
+    87: 164 * _KB,
+    89: 100 * _KB,
+    90: 228 * _KB,
+    100: 228 * _KB,
+}
+_SMEM_RESERVED = 1 * _KB
+
+
+def tile_config(
+    *,
+    kernel: str,
+    dtype: str,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    tile: int,
+    packed: bool,
+    contiguous: bool,
+    plain: bool,
+    arch: str,
+) -> TileConfig:
+    """Geometry of a tile of `attention_mma` or `attention_simt`; head dims are padded ones, `plain` says that
+    the rules are softmax, positions and soft cap alone.
+
+    Raises:
+      NotImplementedError: the kernel has no such tile or dtype.
+    """
+    dims = (head_dim_qk, head_dim_vo)
+    if kernel == "attention_simt":
+        if tile != 1:
+            raise NotImplementedError(f"tile {tile} on CUDA cores; supported: tile 1")
+        shape = _fit(_SIMT, dims, tile, _ELEMENT_SIZE[dtype], arch)
+    else:
+        if tile not in _MMA or dtype not in ("float16", "bfloat16"):
+            raise NotImplementedError(
+                f"tile {tile} in {dtype} on tensor cores; supported: tiles {sorted(_MMA)} in float16 and bfloat16"
+            )
+        rows = _MMA[tile]
+        # A pair without a row of its own is no wider than the square of its larger side.
+        shape = rows.get(dims) or rows[max(dims), max(dims)]
+        if tile > 16 * shape.warps_m:
+            shape = _fit_two(shape, dims, tile, plain, arch)
+        elif not plain and _number(arch) >= 100:
+            shape = replace(shape, block_kv=min(shape.block_kv, 32))  # for registers, as in _fit_two
+        shape = _fit(shape, dims, tile, 2, arch)
+    smem = _smem_bytes(shape, dims, tile, _ELEMENT_SIZE[dtype])
+    room = _smem_per_multiprocessor(arch) // (smem + _SMEM_RESERVED)
+    return TileConfig(
+        num_threads=32 * shape.warps_m * shape.streams,
+        smem_bytes=smem,
+        min_ctas=max(1, min(shape.min_ctas, room)),
+        constants=(
+            ("kWarpsM", shape.warps_m),
+            ("kStreams", shape.streams),
+            ("kBlockKV", shape.block_kv),
+            ("kStages", shape.stages),
+            ("kQueryInRegisters", int(shape.query_in_registers)),
+        ),
+    )
+
+
+def merge_config(*, dtype: str, head_dim_vo: int) -> TileConfig:
+    """Geometry of the merge: one warp per (merge entry, query head)."""
+    return TileConfig(num_threads=128)
+
+
+def append_config() -> TileConfig:
+    """Geometry of the append."""
+    return TileConfig(num_threads=128)
+
+
+def _smem_per_multiprocessor(arch: str) -> int:
+    """Of `arch` ("sm_90a"). Newer ones than the table knows are taken as consumer parts, which have the least."""
+    return _SMEM_PER_MULTIPROCESSOR.get(_number(arch), 100 * _KB)
+
+
+def _number(arch: str) -> int:
+    """90 of "sm_90a"."""
+    return int("".join(filter(str.isdigit, arch)))
+
+
+def _smem_bytes(shape: _Shape, dims: tuple[int, int], tile: int, element_size: int) -> int:
+    """The sum that MmaSharedMemory and SimtSharedMemory make in the kernels, which check that they agree."""
+    head_dim_qk, head_dim_vo = dims
+    stages = shape.streams * shape.stages
+    ring = stages * shape.block_kv * (head_dim_qk + head_dim_vo) * element_size
+    flags = stages * (shape.block_kv * 4 + shape.warps_m * 4)
+    bookkeeping = _CTA_STATE + shape.streams * shape.warps_m * _WARP_STATE
+    if tile == 1:
+        query = _SIMT_ROWS * head_dim_qk * 4
+        states = shape.streams * _SIMT_ROWS * (head_dim_vo * 4 + 8)
+    else:
+        query = tile * head_dim_qk * 2
+        states = shape.streams // 2 * tile * ((head_dim_vo + 8) * 4 + 8) + tile * 8
+    return query + ring + states + flags + bookkeeping
+
+
+def _fit_two(shape: _Shape, dims: tuple[int, int], tile: int, plain: bool, arch: str) -> _Shape:
+    """Four warps of 32 rows need a second CTA beside them: else smaller blocks, and last eight warps of 16 rows."""
+    limit = _smem_per_multiprocessor(arch) // 2 - _SMEM_RESERVED
+    small = replace(shape, block_kv=min(shape.block_kv, 32))
+    # What masks and users' rules know of every row has no registers beside the scores of 64 columns; from 10.0 on the
+    # assembler needs more of them for everything.
+    for candidate in [shape, small] if plain and _number(arch) < 100 else [small]:
+        if _smem_bytes(candidate, dims, tile, 2) <= limit:
+            return candidate
+    return replace(shape, warps_m=2 * shape.warps_m)
+
+
+def _fit(shape: _Shape, dims: tuple[int, int], tile: int, element_size: int, arch: str) -> _Shape:
+    """The nearest shape whose shared memory a CTA can have: fewer stages, then smaller blocks, then fewer streams."""
+    limit = _smem_per_multiprocessor(arch) - _SMEM_RESERVED
+    while _smem_bytes(shape, dims, tile, element_size) > limit:
+        if shape.stages > 2:
+            shape = replace(shape, stages=shape.stages - 1)
+        elif shape.block_kv > 16:
+            shape = replace(shape, block_kv=shape.block_kv // 2)
+        elif shape.streams > 1:
+            shape = replace(shape, streams=shape.streams // 2)
+        else:
+            raise NotImplementedError(
+                f"head dims {dims} in tile {tile} do not fit into the shared memory of {arch}"
+            )
+    return shape

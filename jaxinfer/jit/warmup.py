@@ -1,0 +1,112 @@
+"""Compiling kernels ahead of the first request: which ones a model needs, and a line of progress for each.
+
+Kernels are compiled when they are first needed anyway; a server that wants its first step fast runs this
+once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from jaxinfer import _native
+
+from . import cache, registry, select
+
+if TYPE_CHECKING:
+    from jaxinfer.variant import Variant
+
+
+class Heads(Protocol):
+    """What is read of a model's configuration; `jaxinfer.models.LlamaConfig` has it."""
+
+    @property
+    def num_qo_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The least that `model_kernels` reads, without a model."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def local_archs() -> list[str]:
+    """The architectures of the GPUs of this machine, each once.
+
+    Raises:
+      RuntimeError: no driver or no GPU; says what to do.
+    """
+    driver = _native.driver_info()
+    if driver["error"]:
+        raise RuntimeError(driver["error"])
+    if not driver["devices"]:
+        raise RuntimeError(
+            "the NVIDIA driver shows no GPU; in a container give it access (for example --gpus all)"
+        )
+    return list(dict.fromkeys(registry.arch_of(device["compute_capability"]) for device in driver["devices"]))
+
+
+def model_kernels(config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16") -> list[str]:
+    """Specs of every kernel that serving a model can ask for: all tiles that plans may choose."""
+    from jaxinfer.attention import rules
+    from jaxinfer.ffi import RULES
+
+    group_size = config.num_qo_heads // config.num_kv_heads
+    largest = 64 if config.head_dim > 128 else 128
+    tiles = [t for t in (16, 32, 64, 128) if t >= group_size and (t <= largest or t < 2 * group_size)]
+    if dtype == "float32":
+        tiles = [1]
+    specs = [select.append_kernels(dtype=dtype)]
+    for variant in variants:
+        specs += select.attention_kernels(
+            dtype=dtype,
+            head_dim_qk=config.head_dim,
+            head_dim_vo=config.head_dim,
+            classes=[(tile, True) for tile in tiles],
+            merges=True,
+            contiguous=False,
+            rules=sum(RULES[rule] for rule in rules(variant)),
+            functor=None if variant.functor is None else variant.functor.source,
+            implementation=None,
+        ).splitlines()
+    return list(dict.fromkeys(specs))
+
+
+def warmup(
+    specs: Iterable[str],
+    archs: Sequence[str] | None = None,
+    progress: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> int:
+    """Compiles kernels into the disk cache.
+
+    Args:
+      specs: strings of `KernelSpec.to_json`, for example from `model_kernels`.
+      archs: architectures such as "sm_90a"; None: those of this machine's GPUs.
+      progress: gets one line per kernel.
+
+    Returns:
+      How many kernels were made ready.
+
+    Raises:
+      RuntimeError: no NVRTC, no GPU (with archs None), or a kernel does not compile.
+    """
+    from .spec import KernelSpec
+
+    jobs = [(spec, arch) for arch in (local_archs() if archs is None else archs) for spec in specs]
+    for number, (spec, arch) in enumerate(jobs, 1):
+        begin = time.perf_counter()
+        registry.load(spec, arch)
+        seconds = time.perf_counter() - begin
+        progress(f"[{number}/{len(jobs)}] {KernelSpec.from_json(spec)} {arch}: {seconds:.1f} s")
+    progress(f"{len(jobs)} kernels ready in {cache.folder()}")
+    return len(jobs)

@@ -1,0 +1,55 @@
+"""What differs between backends in tests: accuracy bounds, tiles that have a kernel, tests of one backend alone.
+
+The same tests judge the CPU and a GPU; nothing here is a reason to skip what both can do.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+
+@functools.cache
+def on_gpu() -> bool:
+    """Whether calls run on a GPU unless they say otherwise."""
+    return jax.default_backend() in ("gpu", "cuda")
+
+
+def bounds() -> dict[str, float]:
+    """Largest relative error of o against float64, by dtype: the documented accuracy."""
+    return {"float32": 2e-5 if on_gpu() else 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
+
+
+def cpu_only(reason: str) -> pytest.MarkDecorator:
+    """Skips a test that looks at something which only the CPU has."""
+    return pytest.mark.skipif(on_gpu(), reason=f"about the CPU: {reason}")
+
+
+def usable(dtype: Any, **options: Any) -> dict[str, Any]:
+    """Options of `jaxinfer.plan`, with the nearest tiles that have a kernel for `dtype` on this backend.
+
+    On a GPU float32 runs on tile 1 alone, and there is no tile 192.
+    """
+    tiles = options.get("tiles")
+    if tiles is None or not on_gpu():
+        return options
+    float32 = np.dtype(dtype) == np.float32
+    nearest = (1,) if float32 else tuple(dict.fromkeys(min(tile, 128) for tile in tiles))
+    ctas = options.get("num_ctas")
+    if isinstance(ctas, tuple) and len(ctas) != len(nearest):
+        options = {**options, "num_ctas": ctas[: len(nearest)]}
+    return {**options, "tiles": nearest}
+
+
+def assert_close(got: Any, want: Any, *, rtol: float = 1e-7, atol: float = 0.0, err_msg: str = "") -> None:
+    """`numpy.testing.assert_allclose`, on a GPU with its float32 accuracy where less was asked for.
+
+    Its exponentials and logarithms are approximate to a few units in the last place.
+    """
+    if on_gpu():
+        rtol, atol = max(rtol, 2e-5), max(5 * atol, 5e-6)
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=err_msg)

@@ -1,0 +1,108 @@
+"""Builds the kernel test: the C++ program, and a cubin for every kernel that its cases and benchmarks need.
+
+    python3 tests/cuda/build.py FOLDER [ARCH]      then      FOLDER/test_kernels FOLDER [bench]
+
+Kernel texts are rendered by jaxinfer.jit, which is loaded without the rest of the package: no JAX is needed here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def build_program(folder: Path, jobs: ThreadPoolExecutor) -> Path:
+    """The planner, the CPU executor and the test, linked with the static CUDA runtime."""
+    host = ["-ccbin", "gcc-12"] if os.path.exists("/usr/bin/gcc-12") else []
+    flags = {
+        "isa_avx2.cc": "-mavx2,-mfma,-mf16c",
+        "isa_avx512.cc": "-mavx512f,-mavx512bw,-mavx512vl,-mavx512dq,-mfma,-mf16c,-mprefer-vector-width=512",
+    }
+    sources = [
+        *(ROOT / "csrc/plan").glob("*.cc"),
+        *(ROOT / "csrc/cpu").glob("*.cc"),
+        *(ROOT / "tests/cuda" / name for name in ("test_kernels.cc", "bench.cc")),
+    ]
+
+    def compile_one(source: Path) -> str:
+        out = folder / f"{source.parent.name}_{source.stem}.o"
+        newest = max(
+            f.stat().st_mtime for f in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("tests/cuda/*.h"), source]
+        )
+        if out.exists() and out.stat().st_mtime > newest:
+            return str(out)
+        extra = f",{flags[source.name]}" if source.name in flags else ""
+        command = ["nvcc", "-std=c++17", "-O2", *host, f"-Xcompiler=-Wall{extra}", f"-I{ROOT}/csrc"]
+        run(*command, "-c", str(source), "-o", str(out))
+        return str(out)
+
+    objects = list(jobs.map(compile_one, sources))
+    program = folder / "test_kernels"
+    run("nvcc", *host, "-cudart", "static", *objects, "-lstdc++", "-lm", "-o", str(program))
+    return program
+
+
+def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
+    """Compiles one spec; returns its line of the manifest and reports registers and spills."""
+    spec = import_module("jit.spec").KernelSpec.from_json(line)
+    rendered = import_module("jit.render").render(spec, arch)
+    source, cubin = folder / f"k{index}.cu", f"k{index}.cubin"
+    source.write_text(rendered.text)
+    host = ["-ccbin", "gcc-12"] if os.path.exists("/usr/bin/gcc-12") else []
+    log = run(
+        "nvcc",
+        "-std=c++17",
+        f"-arch={arch}",
+        "-cubin",
+        *host,
+        f"-I{ROOT}/csrc",
+        "-lineinfo",
+        "-Xptxas=-v",
+        "-diag-suppress=20012",
+        "-o",
+        str(folder / cubin),
+        str(source),
+    )
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores", log)
+    print(
+        f"{spec}: {registers.group(1) if registers else '?'} registers, {rendered.smem_bytes} bytes of shared memory"
+        + (f", SPILLS {spills.group(1)} bytes" if spills and spills.group(1) != "0" else ""),
+        flush=True,
+    )
+    return "\t".join([line, cubin, rendered.entry, str(rendered.num_threads), str(rendered.smem_bytes)])
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    arch = sys.argv[2] if len(sys.argv) > 2 else "sm_90a"
+    folder.mkdir(parents=True, exist_ok=True)
+    package = types.ModuleType("jit")
+    package.__path__ = [str(ROOT / "jaxinfer/jit")]
+    sys.modules["jit"] = package
+    with ThreadPoolExecutor(os.cpu_count()) as jobs:
+        program = build_program(folder, jobs)
+        specs = run(str(program), "--list").split("\n")
+        specs = list(dict.fromkeys(line for line in specs if line))
+        lines = list(jobs.map(lambda item: build_kernel(folder, item[0], item[1], arch), enumerate(specs)))
+    (folder / "manifest.tsv").write_text("\n".join(lines) + "\n")
+    print(f"{len(lines)} kernels in {folder}")
+
+
+if __name__ == "__main__":
+    main()

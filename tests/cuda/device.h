@@ -1,0 +1,176 @@
+// GPU side of the kernel test: specs of kernels, loading their cubins, launching a problem.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace jaxinfer::test {
+
+// What is running, for the message of an error that ends the program.
+inline std::string& running() {
+  static std::string name;
+  return name;
+}
+
+#define CHECK_CUDA(call)                                                                                   \
+  do {                                                                                                     \
+    const cudaError_t status = (call);                                                                     \
+    if (status != cudaSuccess) {                                                                           \
+      std::printf("FAIL in '%s': %s:%d %s: %s\n", ::jaxinfer::test::running().c_str(), __FILE__, __LINE__, \
+                  #call, cudaGetErrorString(status));                                                      \
+      std::exit(2);                                                                                        \
+    }                                                                                                      \
+  } while (0)
+
+inline int padded_head_dim(int d) {
+  for (const int padded : {64, 96, 128, 192, 256}) {
+    if (d <= padded) return padded;
+  }
+  std::abort();
+}
+
+inline const char* dtype_name(DType dtype) {
+  return dtype == DType::kF32 ? "float32" : dtype == DType::kF16 ? "float16" : "bfloat16";
+}
+
+// The spec of one kernel as JSON, in the form that jaxinfer.jit.spec reads.
+inline std::string attention_spec(const AttentionParams& a, int cls) {
+  const ClassFormat& format = a.format.classes[cls];
+  std::ostringstream s;
+  s << "{\"kernel\":\"" << (format.tile == 1 ? "attention_simt" : "attention_mma") << "\",\"dtype\":\""
+    << dtype_name(a.dtype) << "\",\"head_dim_qk\":" << padded_head_dim(a.head_dim_qk)
+    << ",\"head_dim_vo\":" << padded_head_dim(a.head_dim_vo) << ",\"tile\":" << format.tile
+    << ",\"packed\":" << (format.packed ? "true" : "false")
+    << ",\"contiguous\":" << (a.kv_indices == nullptr ? "true" : "false") << ",\"rules\":" << a.variant.rules
+    << "}";
+  return s.str();
+}
+inline std::string merge_spec(const AttentionParams& a) {
+  std::ostringstream s;
+  s << "{\"kernel\":\"merge\",\"dtype\":\"" << dtype_name(a.dtype)
+    << "\",\"head_dim_vo\":" << padded_head_dim(a.head_dim_vo)
+    << ",\"rules\":" << (a.variant.rules & kRuleSoftmax) << "}";
+  return s.str();
+}
+inline std::string append_spec(DType dtype) {
+  return std::string("{\"kernel\":\"append\",\"dtype\":\"") + dtype_name(dtype) + "\"}";
+}
+
+struct LoadedKernel {
+  cudaKernel_t kernel;
+  int num_threads;
+  int smem_bytes;
+};
+
+// Kernels that build.py compiled: a manifest of "spec<TAB>cubin<TAB>entry<TAB>threads<TAB>bytes" lines. Each
+// is loaded when it is first needed, because a sanitizer takes long to load one.
+class Kernels {
+ public:
+  explicit Kernels(const std::string& folder) {
+    std::ifstream in(folder + "/manifest.tsv");
+    std::string line;
+    while (std::getline(in, line)) {
+      std::istringstream fields(line);
+      std::string spec, file, entry, threads, bytes;
+      std::getline(fields, spec, '\t');
+      std::getline(fields, file, '\t');
+      std::getline(fields, entry, '\t');
+      std::getline(fields, threads, '\t');
+      std::getline(fields, bytes, '\t');
+      built_[spec] = Built{folder + "/" + file, entry, std::stoi(threads), std::stoi(bytes)};
+    }
+  }
+  const LoadedKernel& at(const std::string& spec) const {
+    const auto built = built_.find(spec);
+    if (built == built_.end()) {
+      std::printf("FAIL no kernel %s: run build.py again\n", spec.c_str());
+      std::exit(2);
+    }
+    const auto [found, is_new] = loaded_.try_emplace(spec);
+    if (is_new) found->second = load(built->second);
+    return found->second;
+  }
+
+ private:
+  struct Built {
+    std::string path;
+    std::string entry;
+    int num_threads;
+    int smem_bytes;
+  };
+
+  static LoadedKernel load(const Built& built) {
+    LoadedKernel loaded{nullptr, built.num_threads, built.smem_bytes};
+    cudaLibrary_t library;
+    CHECK_CUDA(
+        cudaLibraryLoadFromFile(&library, built.path.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0));
+    CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, built.entry.c_str()));
+    CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, loaded.smem_bytes));
+    return loaded;
+  }
+
+  std::map<std::string, Built> built_;
+  mutable std::map<std::string, LoadedKernel> loaded_;
+};
+
+inline void launch(const LoadedKernel& kernel, int64_t grid, void** arguments, cudaStream_t stream) {
+  CHECK_CUDA(cudaLaunchKernel(reinterpret_cast<const void*>(kernel.kernel), dim3(static_cast<unsigned>(grid)),
+                              dim3(kernel.num_threads), arguments, kernel.smem_bytes, stream));
+}
+
+// The launches of one attention call, as the FFI handler makes them.
+inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream) {
+  int unused[2] = {0, 0};
+  for (int cls = 0; cls < params.format.num_classes; ++cls) {
+    void* arguments[] = {&params, &cls, unused};
+    launch(kernels.at(attention_spec(params, cls)), params.format.classes[cls].num_ctas, arguments, stream);
+  }
+  if (params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
+    const LoadedKernel& merge = kernels.at(merge_spec(params));
+    const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
+    const int64_t warps = merge.num_threads / 32;
+    void* arguments[] = {&params, unused};
+    launch(merge, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
+  }
+}
+
+// Device memory that lives as long as the object; not a byte more than asked for, so that memcheck sees every
+// access beyond.
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes) : bytes_(bytes) {
+    CHECK_CUDA(cudaMalloc(&data_, std::max<size_t>(bytes, 1)));
+  }
+  Buffer(const void* from, size_t bytes) : Buffer(bytes) {
+    if (bytes > 0) CHECK_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
+  }
+  template <class T>
+  explicit Buffer(const std::vector<T>& from) : Buffer(from.data(), from.size() * sizeof(T)) {}
+  Buffer(const Buffer&) = delete;
+  Buffer(Buffer&& other) : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
+  ~Buffer() { cudaFree(data_); }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  size_t bytes() const { return bytes_; }
+  void fill(int byte) { CHECK_CUDA(cudaMemset(data_, byte, bytes_)); }
+  void read(void* to) const { CHECK_CUDA(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost)); }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
+}  // namespace jaxinfer::test

@@ -1,0 +1,256 @@
+// Runs the CUDA kernels and the CPU executor on the same plans and compares. Built by build.py, which also
+// compiles the kernels that `--list` names.
+//
+//   test_kernels --list | FOLDER [filter] | FOLDER sanitize | FOLDER bench [filter]
+//
+// sanitize: a tenth of the cases, once each, and the appends; a sanitizer makes everything a hundred times
+// slower.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "bench.h"
+#include "cases.h"
+#include "cpu/executor.h"
+#include "device.h"
+
+namespace jaxinfer::test {
+namespace {
+
+void serial(int64_t num_tasks, const std::function<void(int64_t)>& task) {
+  for (int64_t i = 0; i < num_tasks; ++i) task(i);
+}
+
+// Results of one execution: o as elements, lse.
+struct Result {
+  Bytes o;
+  std::vector<float> lse;
+};
+
+Result run_cpu(const Problem& p) {
+  AttentionParams a = p.params;
+  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
+  const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
+  Result result{Bytes(heads * a.head_dim_vo * element_size(a.dtype), 0xff), std::vector<float>(heads, NAN)};
+  std::vector<float> partial_o(slots * a.head_dim_vo + 1, NAN), partial_max(slots + 1, NAN),
+      partial_sum(slots + 1, NAN);
+  a.o = result.o.data();
+  a.lse = result.lse.data();
+  a.partial_o = partial_o.data();
+  a.partial_max = partial_max.data();
+  a.partial_sum = partial_sum.data();
+  cpu::attention(a, serial);
+  return result;
+}
+
+Result run_gpu(const Kernels& kernels, const Problem& p) {
+  AttentionParams a = p.params;
+  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
+  const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
+  Result result{Bytes(heads * a.head_dim_vo * element_size(a.dtype)), std::vector<float>(heads)};
+  Buffer q(p.q), k(p.k), v(p.v), layer(p.layer), plan(p.plan), kv_indices(p.kv_indices),
+      kv_offset(p.kv_offset), q_pos(p.q_pos), block_pos(p.block_pos), mask_bits(p.mask_bits),
+      mask_indptr(p.mask_indptr), q_start(p.q_start), kv_len(p.kv_len), o(result.o.size()), lse(heads * 4),
+      partial_o(slots * a.head_dim_vo * 4), partial_max(slots * 4), partial_sum(slots * 4);
+  for (Buffer* poisoned : {&o, &lse, &partial_o, &partial_max, &partial_sum}) poisoned->fill(0xff);
+  a.q = q.as<void>();
+  a.k = k.as<void>();
+  a.v = v.as<void>();
+  if (a.layer != nullptr) a.layer = layer.as<int32_t>();
+  a.plan = plan.as<int32_t>();
+  if (a.kv_indices != nullptr) a.kv_indices = kv_indices.as<int32_t>();
+  a.kv_offset = kv_offset.as<int32_t>();
+  a.q_pos = q_pos.as<int32_t>();
+  if (a.block_pos != nullptr) a.block_pos = block_pos.as<int32_t>();
+  a.variant.mask_bits = mask_bits.as<uint8_t>();
+  a.variant.mask_indptr = mask_indptr.as<int32_t>();
+  a.variant.q_start = q_start.as<int32_t>();
+  a.variant.kv_len = kv_len.as<int32_t>();
+  a.o = o.as<void>();
+  a.lse = lse.as<float>();
+  a.partial_o = partial_o.as<float>();
+  a.partial_max = partial_max.as<float>();
+  a.partial_sum = partial_sum.as<float>();
+  launch_attention(kernels, a, nullptr);
+  CHECK_CUDA(cudaDeviceSynchronize());
+  o.read(result.o.data());
+  lse.read(result.lse.data());
+  return result;
+}
+
+// Largest error of a case; prints one line, returns whether it passed.
+bool compare(const std::string& name, const Problem& p, const Result& want, const Result& got) {
+  const AttentionParams& a = p.params;
+  const int size = element_size(a.dtype);
+  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
+  const bool softmax = (a.variant.rules & kRuleSoftmax) != 0;
+  double difference = 0, norm = 0, worst_row = 0, worst_lse = 0;
+  int64_t bad_empty = 0, not_finite = 0, first_bad = -1;
+  for (int64_t i = 0; i < heads; ++i) {
+    double row_difference = 0, row_norm = 0;
+    bool zero = true;
+    for (int d = 0; d < a.head_dim_vo; ++d) {
+      const int64_t at = (i * a.head_dim_vo + d) * size;
+      const double x = from_element(a.dtype, &got.o[at]), y = from_element(a.dtype, &want.o[at]);
+      if (!std::isfinite(x)) {
+        ++not_finite;
+        if (first_bad < 0) first_bad = i;
+        continue;
+      }
+      if (x != 0) zero = false;
+      row_difference += (x - y) * (x - y);
+      row_norm += y * y;
+    }
+    difference += row_difference;
+    norm += row_norm;
+    if (row_norm > 0) worst_row = std::max(worst_row, std::sqrt(row_difference / row_norm));
+    if (!softmax) continue;
+    const float x = got.lse[i], y = want.lse[i];
+    if (std::isinf(y) || !std::isfinite(x)) {
+      if (x != y || !zero) {
+        ++bad_empty;
+        if (first_bad < 0) first_bad = i;
+      }
+    } else {
+      const double error = std::abs(double{x} - y) / (1.0 + 1e-3 * std::abs(y));
+      worst_lse = std::max(worst_lse, error);
+    }
+  }
+  const double error = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+  const double bound = a.dtype == DType::kF32 ? 2e-5 : a.dtype == DType::kF16 ? 1e-3 : 4e-3;
+  const bool ok = not_finite == 0 && bad_empty == 0 && error < bound && worst_lse < 1e-3;
+  std::printf("%s %-78s o %.2e (row %.2e) lse %.1e", ok ? "PASS" : "FAIL", name.c_str(), error, worst_row,
+              worst_lse);
+  if (!ok) {
+    std::printf("  not finite %ld, wrong empty %ld", static_cast<long>(not_finite),
+                static_cast<long>(bad_empty));
+    if (first_bad >= 0) {
+      std::printf(", first at token %ld head %ld", static_cast<long>(first_bad / a.num_qo_heads),
+                  static_cast<long>(first_bad % a.num_qo_heads));
+    }
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+  return ok;
+}
+
+bool test_append(const Kernels& kernels, DType dtype) {
+  const int size = element_size(dtype);
+  const int num_tokens = 37, heads = 3, qk = 72, vo = 128, page_size = 5, num_layers = 2;
+  const int64_t num_pages = 11;
+  bool ok = true;
+  for (const bool hnd : {false, true}) {
+    for (const int layer_index : {-1, 0, 1, 2}) {
+      Options o;
+      o.hnd = hnd;
+      o.num_kv_heads = heads;
+      o.page_size = page_size;
+      o.num_layers = num_layers;
+      std::mt19937 rng(layer_index + 10);
+      AppendParams a{};
+      a.element_size = size;
+      a.num_tokens = num_tokens;
+      a.num_kv_heads = heads;
+      a.head_dim_qk = qk;
+      a.head_dim_vo = vo;
+      a.num_layers = num_layers;
+      a.num_pages = num_pages;
+      a.page_size = page_size;
+      a.k_strides = make_strides(o, num_pages, qk);
+      a.v_strides = make_strides(o, num_pages, vo);
+      auto random = [&](int64_t elements) {
+        Bytes x(elements * size);
+        for (uint8_t& byte : x) byte = static_cast<uint8_t>(rng());
+        return x;
+      };
+      Bytes k = random(int64_t{num_tokens} * heads * qk), v = random(int64_t{num_tokens} * heads * vo);
+      Bytes k_pages = random(num_layers * a.k_strides.layer),
+            v_pages = random(num_layers * a.v_strides.layer);
+      Ints slots, layer{layer_index};
+      for (int i = 0; i < num_tokens; ++i) slots.push_back((i * 3) % 60 - 2 + (i % 11 == 0 ? 2147480000 : 0));
+      Buffer d_k(k), d_v(v), d_k_pages(k_pages), d_v_pages(v_pages), d_slots(slots), d_layer(layer);
+      AppendParams d = a;
+      d.k = d_k.as<void>();
+      d.v = d_v.as<void>();
+      d.k_pages = d_k_pages.as<void>();
+      d.v_pages = d_v_pages.as<void>();
+      d.slots = d_slots.as<int32_t>();
+      d.layer = d_layer.as<int32_t>();
+      void* arguments[] = {&d};
+      launch(kernels.at(append_spec(dtype)), 8, arguments, nullptr);
+      CHECK_CUDA(cudaDeviceSynchronize());
+      a.k = k.data();
+      a.v = v.data();
+      a.k_pages = k_pages.data();
+      a.v_pages = v_pages.data();
+      a.slots = slots.data();
+      a.layer = layer.data();
+      // Duplicate slots are unspecified; the list above has none inside the pool.
+      cpu::append(a, serial);
+      Bytes k_got(k_pages.size()), v_got(v_pages.size());
+      d_k_pages.read(k_got.data());
+      d_v_pages.read(v_got.data());
+      ok = ok && k_got == k_pages && v_got == v_pages;
+    }
+  }
+  std::printf("%s append %s\n", ok ? "PASS" : "FAIL", dtype_name(dtype));
+  return ok;
+}
+
+int main(int argc, char** argv) {
+  const std::vector<Case> cases = make_cases();
+  if (argc < 2 || std::strcmp(argv[1], "--list") == 0) {
+    for (const Case& c : cases) {
+      const AttentionParams a = spec_params(c.options);
+      for (int i = 0; i < a.format.num_classes; ++i) std::printf("%s\n", attention_spec(a, i).c_str());
+      std::printf("%s\n", merge_spec(a).c_str());
+    }
+    for (const BenchCase& b : make_bench_cases()) {
+      std::printf("%s\n%s\n", attention_spec(spec_params(b.options), 0).c_str(),
+                  merge_spec(spec_params(b.options)).c_str());
+    }
+    for (const DType dtype : {DType::kBF16, DType::kF32}) std::printf("%s\n", append_spec(dtype).c_str());
+    return 0;
+  }
+  const Kernels kernels(argv[1]);
+  const std::string mode = argc > 2 ? argv[2] : "";
+  if (mode == "bench") {
+    run_benchmarks(kernels, argc > 3 ? argv[3] : "");
+    return 0;
+  }
+  const bool sanitize = mode == "sanitize";
+  int failed = 0, number_run = 0;
+  uint32_t seed = 1;
+  for (const Case& c : cases) {
+    ++seed;
+    // Neighbours share a kernel and differ in layouts and lengths: every tenth meets all tiles, dims and
+    // rules.
+    if (sanitize ? seed % 10 != 0 : c.name.find(mode) == std::string::npos) continue;
+    ++number_run;
+    running() = c.name;
+    const Problem p = make_problem(c.options, seed);
+    const Result want = run_cpu(p);
+    const Result got = run_gpu(kernels, p);
+    bool ok = compare(c.name, p, want, got);
+    // The same launch again must give the same bits.
+    const Result again = sanitize ? got : run_gpu(kernels, p);
+    if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
+      std::printf("FAIL %s: bits differ between two launches\n", c.name.c_str());
+      ok = false;
+    }
+    failed += ok ? 0 : 1;
+  }
+  if (mode.empty() || sanitize) {
+    for (const DType dtype : {DType::kBF16, DType::kF32}) failed += test_append(kernels, dtype) ? 0 : 1;
+  }
+  std::printf("%d of %d cases failed\n", failed, number_run);
+  return failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace jaxinfer::test
+
+int main(int argc, char** argv) {
+  return jaxinfer::test::main(argc, argv);
+}

@@ -1,0 +1,148 @@
+"""Calls for the GPU tests: one compiled program per set of static facts, results judged by the float64 oracle.
+
+Inputs come from cases.py, expected values from oracle.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# A second process must find memory on the same GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import Case, make_case
+from oracle import attention_oracle
+
+import jaxinfer
+from jaxinfer import Variant
+
+TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 4e-3}
+_programs: dict[Any, Callable[..., Any]] = {}
+
+
+def program_of(case: Case, implementation: str | None = None) -> Callable[..., Any]:
+    """The compiled call, shared by batches with the same static facts."""
+    key = (case.sm_scale, case.kv_layout, case.variant.softmax, implementation)
+    if key not in _programs:
+
+        def call(q: Any, k: Any, v: Any, layout: Any, plan: Any, variant: Any, layer: Any) -> Any:
+            return jaxinfer.attention(
+                q,
+                k,
+                v,
+                layout,
+                plan,
+                variant=variant,
+                sm_scale=case.sm_scale,
+                layer=layer,
+                kv_layout=case.kv_layout,
+                return_lse=variant.softmax,
+                implementation=implementation,
+            )
+
+        _programs[key] = jax.jit(call)
+    return _programs[key]
+
+
+def plan_of(case: Case, **options: Any) -> jaxinfer.Plan:
+    return jaxinfer.plan(
+        case.layout,
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.q.dtype,
+        variant=case.variant,
+        **options,
+    )
+
+
+def run(case: Case, *, implementation: str | None = None, **plan_options: Any) -> tuple[Any, Any]:
+    """o and lse (None without softmax) as numpy."""
+    layer = None if case.layer is None else np.int32(case.layer)
+    plan = plan_of(case, **plan_options)
+    out = program_of(case, implementation)(*case.args, plan, case.variant, layer)
+    if case.variant.softmax:
+        return np.asarray(out.o), np.asarray(out.lse)
+    return np.asarray(out), None
+
+
+def expect_close(case: Case, o: Any, lse: Any) -> None:
+    """Within the documented bounds of float64; tokens that see nothing are exactly empty."""
+    expected_o, expected_lse = attention_oracle(*case.args, **case.oracle_kwargs)
+    assert o.dtype == case.q.dtype and np.isfinite(o.astype(np.float32)).all()
+    error = np.linalg.norm(o.astype(np.float64) - expected_o)
+    assert error <= TOLERANCE[str(case.q.dtype)] * np.linalg.norm(expected_o), (
+        f"relative error {error / max(np.linalg.norm(expected_o), 1e-300)}; {case.kind} {case.variant}"
+    )
+    if lse is not None:
+        empty = np.isneginf(expected_lse)
+        assert (np.isneginf(lse) == empty).all()
+        assert not o[empty].any()
+        got, want = lse[~empty], expected_lse[~empty]
+        assert (np.abs(got - want) < 2e-3 + 1e-6 * np.abs(want)).all()
+
+
+def check(case: Case, **options: Any) -> None:
+    expect_close(case, *run(case, **options))
+
+
+def draw_cases(seed: int, number: int, **options: Any) -> list[Case]:
+    """Random poisoned batches of the same shapes."""
+    rng = np.random.default_rng(seed)
+    return [make_case(rng, fixed=True, **options) for _ in range(number)]
+
+
+def long_case(
+    kv_len: list[int],
+    q_len: list[int],
+    dtype: str,
+    page_size: int = 16,
+    seed: int = 7,
+    heads: tuple[int, int] = (8, 2),
+    head_dim: int = 128,
+) -> Case:
+    """Causal requests of given lengths, their pages scattered over a pool."""
+    rng = np.random.default_rng(seed)
+    need = [-(-n // page_size) for n in kv_len]
+    num_pages = sum(need) + 3
+    layout = jaxinfer.paged(
+        np.cumsum([0, *q_len]),
+        np.cumsum([0, *need]),
+        rng.permutation(num_pages)[: sum(need)],
+        np.array(kv_len),
+        page_size,
+    )
+    shape = (num_pages, page_size, heads[1], head_dim)
+    q = rng.normal(size=(sum(q_len), heads[0], head_dim))
+    k, v = rng.normal(size=shape), rng.normal(size=shape)
+    case = Case("paged", q, k, v, layout, Variant(causal=True), head_dim**-0.5, None, "NHD", num_pages)
+    return dataclasses.replace(case, **{name: getattr(case, name).astype(jnp.dtype(dtype)) for name in "qkv"})
+
+
+def start_python(code: str, **environment: str) -> subprocess.Popen[str]:
+    """A second process on the same machine; the tests' modules can be imported there."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_python(code: str, **environment: str) -> tuple[str, str]:
+    """(stdout, stderr) of `start_python` when it ends well."""
+    process = start_python(code, **environment)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, f"{out}\n{err}"
+    return out, err
