@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.jit import nvrtc
+
 
 @functools.cache
 def on_gpu() -> bool:
@@ -53,3 +55,13 @@ def assert_close(got: Any, want: Any, *, rtol: float = 1e-7, atol: float = 0.0, 
     if on_gpu():
         rtol, atol = max(rtol, 2e-5), max(5 * atol, 5e-6)
     np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=err_msg)
+
+
+@functools.cache
+def has_nvrtc() -> bool:
+    """Whether CUDA text can be compiled here, with or without a GPU."""
+    try:
+        nvrtc.nvrtc()
+    except nvrtc.NvrtcNotFoundError:
+        return False
+    return True
