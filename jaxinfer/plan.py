@@ -205,7 +205,7 @@ def _as_key(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, np.ndarray)) else value
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)  # 4.0 is no number of heads, though it equals 4
 def _static_plan(
     num_tokens: int,
     num_rows: int,

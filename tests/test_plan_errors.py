@@ -58,6 +58,12 @@ def test_options(kwargs: dict[str, Any], error: type[Exception], message: str) -
         jaxinfer.plan(small_layout(), **{**HEADS, **kwargs})
 
 
+def test_a_number_of_heads_is_an_int_whatever_was_planned_before() -> None:
+    jaxinfer.plan(small_layout(), num_qo_heads=4, num_kv_heads=2, head_dim=16)
+    with pytest.raises(ValueError, match=r"num_qo_heads must be an int, got 4\.0"):
+        jaxinfer.plan(small_layout(), num_qo_heads=4.0, num_kv_heads=2, head_dim=16)  # type: ignore[arg-type]
+
+
 def test_supported_head_dims() -> None:
     for head_dim in range(16, 257, 8):
         assert jaxinfer.plan(small_layout(), **{**HEADS, "head_dim": head_dim}).spec.head_dim_qk == head_dim
