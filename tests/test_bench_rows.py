@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
+import sys
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +18,14 @@ import numpy as np
 import pytest
 from backend import cpu_only
 
+import jaxinfer
 from jaxinfer.bench import cases as rows
-from jaxinfer.bench import versus
-from jaxinfer.bench.burst import JaxBurst, per_call, race
-from jaxinfer.bench.cases import Case, decode_case, make_operands, prefill_case
+from jaxinfer.bench import rivals, versus
+from jaxinfer.bench.burst import Burst, JaxBurst, per_call, race
+from jaxinfer.bench.cases import Case, Operands, decode_case, make_operands, prefill_case
 from jaxinfer.bench.measure import Timing
 from jaxinfer.bench.rivals import OURS, RIVALS, kernel_specs
+from jaxinfer.bench.torch_rivals import GraphBurst
 from jaxinfer.bench.versus import as_json, fastest_seconds, measure_case, measure_ceilings, relative_error
 from jaxinfer.cli import main
 from jaxinfer.jit.spec import KernelSpec
@@ -148,6 +155,72 @@ def test_bursts_run_every_set_and_take_turns():
         b.first_estimate()
         b.warm_up()
     assert race({"a": burst, "b": other}, seconds=0.0)["a"].rounds == 5
+
+
+class FakeTorch:
+    """What GraphBurst uses of torch; a graph replays nothing."""
+
+    class Nothing:
+        def __init__(self, *_args: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+        def wait_stream(self, _stream: object) -> None: ...
+        def replay(self) -> None: ...
+
+    class cuda:
+        @staticmethod
+        def synchronize() -> None: ...
+
+
+for _name in ("Stream", "stream", "current_stream", "CUDAGraph", "graph"):
+    setattr(FakeTorch.cuda, _name, FakeTorch.Nothing)
+
+
+def test_what_a_recorded_graph_reads_lives_as_long_as_the_graph(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch)
+
+    class Workspace: ...
+
+    def burst() -> tuple[GraphBurst, weakref.ref[Workspace]]:
+        workspace = Workspace()
+        return GraphBurst([lambda: (workspace, np.zeros(1))[1]]), weakref.ref(workspace)
+
+    graph, workspace = burst()
+    gc.collect()
+    assert workspace() is not None
+    graph.first_estimate()
+    del graph
+    gc.collect()
+    assert workspace() is None
+
+
+def test_variants_that_lose_are_freed_before_anything_is_timed():
+    case = decode_case("x", (5, 6), **SMALL)
+    ours = next(r for r in RIVALS if r.name == OURS)
+    made: list[weakref.ref[Burst]] = []
+    alive: list[int] = []
+
+    class Watched(JaxBurst):
+        def warm_up(self) -> float:
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in made))
+            return super().warm_up()
+
+    def variants(ops: Operands) -> dict[str, Callable[[], Burst]]:
+        def make(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
+            return jaxinfer.attention(q, k, v, layout, plan, variant=jaxinfer.Variant(causal=True))
+
+        def burst() -> Burst:
+            made.append(
+                weakref.ref(b := Watched(make, ops.sets, (ops.layout, rivals._plan(case, ops.layout))))
+            )
+            return b
+
+        return {"a": burst, "b": burst, "c": burst}
+
+    row = measure_case(case, [replace(ours, variants=variants)], 0.0)
+    assert [e.rival for e in row.entries] == [OURS]
+    assert len(made) == 3 and alive == [1]
 
 
 def test_a_busy_host_cannot_make_a_figure_too_good():
