@@ -23,10 +23,11 @@ from jaxinfer.bench import cases as rows
 from jaxinfer.bench import rivals, versus
 from jaxinfer.bench.burst import Burst, JaxBurst, per_call, race
 from jaxinfer.bench.cases import Case, Operands, decode_case, make_operands, prefill_case
+from jaxinfer.bench.ceilings import measure_ceilings, run_until_steady
 from jaxinfer.bench.measure import Timing
 from jaxinfer.bench.rivals import OURS, RIVALS, kernel_specs
 from jaxinfer.bench.torch_rivals import GraphBurst
-from jaxinfer.bench.versus import as_json, fastest_seconds, measure_case, measure_ceilings, relative_error
+from jaxinfer.bench.versus import as_json, fastest_seconds, measure_case, relative_error
 from jaxinfer.cli import main
 from jaxinfer.jit.spec import KernelSpec
 
@@ -134,7 +135,7 @@ def test_a_failing_library_is_listed_and_the_row_goes_on():
     assert row.absent["broken"] == "failed: OSError: no such kernel"
     assert "relative error" in row.absent["liar v1"]
     assert row.ratio is None
-    entry = as_json([row], measure_ceilings(small=True), {"torch": ["torch"]})
+    entry = as_json([row], measure_ceilings(seconds=0.1), {"torch": ["torch"]})
     assert json.loads(json.dumps(entry))["rows"][0]["kv_tokens"] == 11
 
 
@@ -250,9 +251,25 @@ def test_impossible_figures_are_reported_and_not_counted():
     row = measure_case(case, [ours], 0.0, fastest=3600.0)
     assert not row.entries and row.ratio is None
     assert re.match(r"IMPOSSIBLE and not counted: .* us per call, .* needs 3600000000", row.absent[OURS])
-    ceilings = {"copy": Timing(1e-12, 0, 0, 5), "matmul": Timing(1e-15, 0, 0, 5)}
-    assert fastest_seconds(case, ceilings, "gpu") == pytest.approx(case.kv_bytes * 1e-12 / 1.15)
+    ceilings = {"read": 1e12, "copy": 0.5e12, "matmul": 1e15}
+    assert fastest_seconds(case, ceilings, "gpu") == pytest.approx(case.kv_bytes * 1e-12 / 1.1)
     assert fastest_seconds(case, ceilings, "cpu") == 0.0
+
+
+def test_ceilings_are_of_a_warm_device():
+    ceilings = measure_ceilings(seconds=0.1)
+    assert set(ceilings) == {"read", "copy", "matmul"} and min(ceilings.values()) > 0
+    assert set(measure_ceilings(["read"], seconds=0.1)) == {"read"}
+    times = iter([*np.linspace(2.0, 1.0, 60), *[1.0] * 60])
+    count = 0
+
+    def run() -> float:
+        nonlocal count
+        count += 1
+        return next(times)
+
+    run_until_steady(run, 10.0)
+    assert 60 < count < 90
 
 
 def test_what_libraries_compile_is_ready_before_anything_is_timed(
@@ -285,7 +302,7 @@ def test_our_kernels_are_known_beforehand():
 
 def test_wide_quartiles_are_marked(capsys: pytest.CaptureFixture[str]):
     case = decode_case("x", (5, 6), **SMALL)
-    ceilings = {"copy": Timing(1e-12, 0, 0, 5), "matmul": Timing(1e-15, 0, 0, 5)}
+    ceilings = {"read": 1e12, "copy": 0.5e12, "matmul": 1e15}
     entries = [
         versus.Entry(OURS, "", Timing(1e-3, 0.99e-3, 1.01e-3, 5), 1e-3, None),
         versus.Entry("peer", "v2", Timing(2e-3, 1.9e-3, 2.1e-3, 5), 1e-3, None),

@@ -19,17 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.bench.burst import Burst, JaxBurst, race
+from jaxinfer.bench.burst import Burst, race
 from jaxinfer.bench.cases import Case, Ints, Operands, checked_tokens, expected_tokens, make_operands
+from jaxinfer.bench.ceilings import measure_ceilings
 from jaxinfer.bench.measure import Timing
 from jaxinfer.bench.peers import TOLERANCE
 from jaxinfer.bench.report import Progress, check_plot, plot_bars, print_table
 from jaxinfer.bench.rivals import OURS, RIVALS, Rival
 
 _T = TypeVar("_T")
-#: A call is not believed to read or multiply this much faster than the ceilings measured in the same run (decode only
-#: reads, which an H200 does at 1.06 times the rate of a copy): it did not do its work, or the clock failed.
-_ABOVE_CEILING = 1.15
+#: A call is not believed to read or multiply this much faster than the ceilings measured in the same run: it did not
+#: do its work, or the clock failed.
+_ABOVE_CEILING = 1.1
 #: Quartiles further apart than this part of the median are marked: such a figure decides nothing.
 _WIDE = 0.05
 #: Making sure that cached kernels are there takes this long.
@@ -117,7 +118,7 @@ def bench_versus(
     prepared = time.monotonic() - start
     end = start + max(prepared, _PREPARED_SECONDS) - _PREPARED_SECONDS + seconds
     progress.start(f"ceilings of this device (kernels ready after {prepared:.1f} s)")
-    ceilings = measure_ceilings(small=platform == "cpu")
+    ceilings = measure_ceilings(seconds=0.1 if platform == "cpu" else 1.0)
     rows = []
     for left, case in zip(range(len(cases), 0, -1), cases, strict=True):
         progress.start(f"{kind} {case.name}")
@@ -138,27 +139,11 @@ def bench_versus(
     return rows
 
 
-def measure_ceilings(*, small: bool) -> dict[str, Timing]:
-    """Seconds for what no attention beats: a copy (per byte read or written), a bf16 product (per operation)."""
-    count, side = (1 << 22, 512) if small else (1 << 29, 8192)
-    x = jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16)
-    a = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
-    bursts = {"copy": JaxBurst(jnp.negative, [(x,)]), "matmul": JaxBurst(jnp.matmul, [(a, a.T)])}
-    work = {"copy": 2.0 * x.nbytes, "matmul": 2.0 * side**3}
-    for burst in bursts.values():
-        burst.first_estimate()
-        burst.warm_up()
-    timings = race(bursts, seconds=1.0)
-    return {
-        n: Timing(t.median / work[n], t.low / work[n], t.high / work[n], t.rounds) for n, t in timings.items()
-    }
-
-
-def fastest_seconds(case: Case, ceilings: dict[str, Timing], platform: str) -> float:
+def fastest_seconds(case: Case, ceilings: dict[str, float], platform: str) -> float:
     """What a call cannot be faster than. A CPU keeps small operands in its caches: there only zero is impossible."""
     if platform == "cpu":
         return 0.0
-    needed = max(case.kv_bytes * ceilings["copy"].median, case.flops * ceilings["matmul"].median)
+    needed = max(case.kv_bytes / ceilings["read"], case.flops / ceilings["matmul"])
     return needed / _ABOVE_CEILING
 
 
@@ -282,15 +267,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def as_json(
-    rows: Sequence[Row], ceilings: dict[str, Timing], missing: dict[str, list[str]]
-) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], ceilings: dict[str, float], missing: dict[str, list[str]]) -> dict[str, Any]:
     """All numbers: seconds per call, speeds in the row's unit, ceilings in bytes and operations per second."""
     return {
         "device": jax.devices()[0].device_kind,
         "versions": _versions(),
-        "copy_bytes_per_second": 1 / ceilings["copy"].median,
-        "matmul_flops": 1 / ceilings["matmul"].median,
+        "read_bytes_per_second": ceilings["read"],
+        "copy_bytes_per_second": ceilings["copy"],
+        "matmul_flops": ceilings["matmul"],
         "not_installed": missing,
         "rows": [
             {
@@ -327,18 +311,18 @@ def as_json(
 
 def _report(
     rows: Sequence[Row],
-    ceilings: dict[str, Timing],
+    ceilings: dict[str, float],
     missing: dict[str, list[str]],
     ready: Sequence[Rival],
 ) -> None:
     first = rows[0].case
-    copy, matmul = 1 / ceilings["copy"].median / 1e12, 1 / ceilings["matmul"].median / 1e12
+    read, copy, matmul = (ceilings[name] / 1e12 for name in ("read", "copy", "matmul"))
     title = (
         f"{first.kind}, {jax.devices()[0].device_kind}, {', '.join(f'{n} {v}' for n, v in _versions().items())}; "
-        f"copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s"
+        f"reading {read:.2f} TB/s, copying {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s"
     )
     unit = first.rate[1]
-    ceiling = copy if first.kind == "decode" else matmul
+    ceiling = read if first.kind == "decode" else matmul
     columns = (
         "row",
         "who",
