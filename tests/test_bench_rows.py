@@ -8,11 +8,10 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,8 +25,9 @@ from jaxinfer.bench.cases import Case, Operands, decode_case, make_operands, pre
 from jaxinfer.bench.ceilings import measure_ceilings, run_until_steady
 from jaxinfer.bench.measure import Timing
 from jaxinfer.bench.rivals import OURS, RIVALS, kernel_specs
+from jaxinfer.bench.row import Entry, Row, fastest_seconds, measure_case, relative_error
 from jaxinfer.bench.torch_rivals import GraphBurst
-from jaxinfer.bench.versus import as_json, fastest_seconds, measure_case, relative_error
+from jaxinfer.bench.versus import as_json
 from jaxinfer.cli import main
 from jaxinfer.jit.spec import KernelSpec
 
@@ -279,14 +279,16 @@ def test_what_libraries_compile_is_ready_before_anything_is_timed(
     ours = next(r for r in RIVALS if r.name == OURS)
     made = replace(ours, prepare=lambda cases: events.append(f"prepare {[c.name for c in cases]}"))
     monkeypatch.setattr(versus, "RIVALS", (made,))
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    measure = versus.measure_ceilings
-    monkeypatch.setattr(versus, "measure_ceilings", lambda **o: events.append("time") or measure(**o))
+    ceilings = {"read": 1e12, "copy": 0.5e12, "matmul": 1e15}
+
+    def measured(cases: list[Case], ready: list[rivals.Rival], seconds: float) -> Iterator[Any]:
+        events.append(f"measure {[r.name for r in ready]}")
+        yield from ((Row(case, absent={"all": "not run"}), ceilings) for case in cases)
+
+    monkeypatch.setattr(versus, "measure_rows", measured)
     case = replace(prefill_case("x", 1, 9, page_size=None, **SMALL), platforms=("cpu",))
-    rows = versus.bench_versus([case, replace(case, name="y")], seconds=0.0)
-    assert events == ["prepare ['x', 'y']", "time"]
-    # No second is left after the ceilings: rows that do not run say so.
-    assert [r.absent for r in rows] == [{"all": "not run: 0 s were over (--seconds, --rows)"}] * 2
+    versus.bench_versus([case, replace(case, name="y")], seconds=0.0)
+    assert events == ["prepare ['x', 'y']", f"measure {[OURS]}"]
     assert "y: all: not run" in capsys.readouterr().out
 
 
@@ -304,10 +306,10 @@ def test_wide_quartiles_are_marked(capsys: pytest.CaptureFixture[str]):
     case = decode_case("x", (5, 6), **SMALL)
     ceilings = {"read": 1e12, "copy": 0.5e12, "matmul": 1e15}
     entries = [
-        versus.Entry(OURS, "", Timing(1e-3, 0.99e-3, 1.01e-3, 5), 1e-3, None),
-        versus.Entry("peer", "v2", Timing(2e-3, 1.9e-3, 2.1e-3, 5), 1e-3, None),
+        Entry(OURS, "", Timing(1e-3, 0.99e-3, 1.01e-3, 5), 1e-3, None),
+        Entry("peer", "v2", Timing(2e-3, 1.9e-3, 2.1e-3, 5), 1e-3, None),
     ]
-    versus._report([versus.Row(case, entries)], ceilings, {}, [])
+    versus._report([Row(case, entries)], ceilings, {}, [])
     out = capsys.readouterr().out
     assert "1900.0-2100.0 WIDE" in out and "990.0-1010.0 WIDE" not in out
     assert "x: 2.00 x the speed of peer v2; the quartiles of peer are more than 5% apart" in out

@@ -15,8 +15,8 @@ from jaxinfer.bench.burst import Burst, JaxBurst, race
 READ_BYTES, SIDE = 4 << 30, 8192
 #: The same for a CPU, where the figures are for information.
 READ_BYTES_CPU, SIDE_CPU = 8 << 20, 512
-#: A device is warm when the median of this many runs is that of as many runs before, to a part in 100: a GPU that wakes
-#: up raises its clocks for about a second.
+#: A device is warm when the median of this many runs is that of as many runs before, to a part in 100: a waking GPU
+#: raises its clocks for about a second.
 _STEADY_RUNS, _STEADY = 12, 0.01
 
 
