@@ -60,6 +60,15 @@ def test_compiled_once_then_found(
     assert len(compilations) == 2 and cache.count() == 2
 
 
+def test_a_missing_folder_is_made(
+    fresh: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fresh / "not" / "there"
+    monkeypatch.setenv(cache.ENV_FOLDER, str(folder))
+    registry.load(APPEND.to_json(), "sm_90a")
+    assert len(list((folder / "kernels").glob("*.cubin"))) == 1
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
 def test_damaged_entry_is_rebuilt(
     fresh: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, damage: str
