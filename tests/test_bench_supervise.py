@@ -16,7 +16,7 @@ from jaxinfer.bench.burst import Burst, JaxBurst
 from jaxinfer.bench.cases import Case, Operands, prefill_case
 from jaxinfer.bench.rivals import RIVALS, Rival, Variants
 
-SMALL: dict[str, Any] = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
+SMALL: dict[str, Any] = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "bfloat16"}
 CASES = [prefill_case(name, 1, 9, page_size=None, platforms=("cpu",), **SMALL) for name in ("x", "y", "z")]
 
 
