@@ -64,6 +64,9 @@ struct AttentionParams {
       partial_o;  // [slot_capacity, num_qo_heads, head_dim_vo] sum of exp(logit - max) v; without softmax w v
   float* partial_max;  // [slot_capacity, num_qo_heads] largest logit
   float* partial_sum;  // [slot_capacity, num_qo_heads] sum of exp(logit - max); 0: the piece saw nothing
+  // [merge_capacity, num_kv_heads] query heads whose partial states have arrived, zero at the launch: the CTA that
+  // completes an entry merges it. Null: a merge kernel follows.
+  uint32_t* merge_counters;
 
   DType dtype;  // of q, k, v and o
   int32_t num_tokens;

@@ -83,6 +83,7 @@ inline ffi::Error read_plan_format(ffi::Span<const int32_t> classes, int32_t mer
                                      .num_ctas = field[3],
                                      .item_capacity = field[4],
                                      .queue_indptr = 0,
+                                     .queue_first = 0,
                                      .items = 0};
   }
   format->merge_capacity = merge_capacity;

@@ -73,7 +73,7 @@ class SimtAttention {
               reinterpret_cast<int*>(memory + Shared::kPosition), stream_, 0, lane_) {}
 
   JAXINFER_DEVICE void run(int cls) {
-    ItemCursor cursor(params_, cls, Config::kPacked, passes(params_), state_.computing);
+    ItemCursor cursor(params_, cls, passes(params_), cta_, state_.computing);
     while (cursor.next()) {
       const CursorState& s = state_.computing;
       if (s.item.bsr_row >= 0) {
@@ -387,7 +387,8 @@ class SimtAttention {
 template <class Config, class Variant>
 JAXINFER_DEVICE void attention_simt(const AttentionParams& params, int cls, const VariantOperands& operands) {
   extern __shared__ __align__(128) char memory[];
-  fill_cta_state(params, *reinterpret_cast<CtaState*>(memory + SimtSharedMemory<Config>::kCtaState));
+  fill_cta_state(params, cls, Config::kPacked,
+                 *reinterpret_cast<CtaState*>(memory + SimtSharedMemory<Config>::kCtaState));
   SimtAttention<Config, Variant> attention(params, cls, operands, memory);
   attention.run(cls);
 }

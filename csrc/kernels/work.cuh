@@ -28,8 +28,7 @@ JAXINFER_DEVICE bool is_compute_bound(int tile, bool packed, int group_size) {
   return tile == 192 || (tile == 128 && !(packed && tile / group_size == 1));
 }
 
-// Where a warp stands in the items of its CTA's workers. It lies in shared memory: most of it is only needed
-// when an item ends, and registers are what bounds the tiles.
+// Where a warp stands in the items of its CTA's workers.
 struct CursorState {
   Item item;
   int head;  // of the class: a KV head when packed, else a query head
@@ -39,13 +38,55 @@ struct CursorState {
   int end;
 };
 
+// What all warps of a CTA keep in shared memory beside tiles and rings.
+struct CtaState {
+  FastDivider group_size;
+  FastDivider page_size;
+  FastDivider heads_or_queues;  // what worker numbers are divided by: heads when memory-bound, else queues
+  int num_workers;
+  int compute_bound;
+  int token_rows;  // rows of head_dim elements from one KV token of a page to the next
+  int page_rows;   // and from one page to the next
+  int unused[3];
+};
+
+// What each warp keeps by itself. It lies in shared memory where registers bound the tile, else in registers.
+struct WarpState {
+  CursorState computing;  // the item whose rows are being computed
+  CursorState loading;    // the item whose KV blocks are being loaded, ahead of that
+  int kv_offset;          // position of the first KV token of the row being computed
+  int clear_first;        // every row of the warp sees positions [clear_first, clear_last]
+  int clear_last;
+  const char* k_head;  // of the item being loaded: row 0 of its layer and KV head
+  const char* v_head;
+};
+static_assert(sizeof(CtaState) == 64 && sizeof(WarpState) == 136, "jaxinfer/jit/tiles.py counts these bytes");
+
+// By all threads of the CTA, which then see it.
+JAXINFER_DEVICE void fill_cta_state(const AttentionParams& params, int cls, bool packed, CtaState& state) {
+  if (threadIdx.x == 0) {
+    const ClassFormat& format = params.format.classes[cls];
+    const int group_size = params.num_qo_heads / params.num_kv_heads;
+    const int num_heads = packed ? params.num_kv_heads : params.num_qo_heads;
+    state.group_size = FastDivider(group_size);
+    state.page_size = FastDivider(params.page_size);
+    state.compute_bound = is_compute_bound(format.tile, packed, group_size);
+    state.heads_or_queues = FastDivider(state.compute_bound ? format.num_queues : num_heads);
+    state.num_workers = format.num_queues * num_heads;
+    // Caches are dense, so that K and V differ in the length of a row alone.
+    state.token_rows = params.k_strides.token == params.head_dim_qk ? 1 : params.num_kv_heads;
+    state.page_rows = params.page_size * params.num_kv_heads;
+  }
+  cta_barrier();
+}
+
 // Walks the items of this CTA's workers in order; every item is visited `passes` times in a row. By whole
 // warps.
 class ItemCursor {
  public:
-  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, bool packed, int passes,
+  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, int passes, const CtaState& cta,
                              CursorState& state)
-      : params_(params), state_(state), cls_(cls), passes_(passes), packed_(packed) {
+      : params_(params), cta_(cta), state_(state), cls_(cls), passes_(passes) {
     state_.worker = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     state_.next = state_.end = 0;
     state_.pass = passes - 1;
@@ -70,25 +111,28 @@ class ItemCursor {
  private:
   JAXINFER_DEVICE bool next_item(CursorState& s) {
     const ClassFormat& format = params_.format.classes[cls_];
-    const int num_heads = packed_ ? params_.num_kv_heads : params_.num_qo_heads;
-    while (s.next >= s.end) {
-      s.worker += static_cast<int>(gridDim.x);
-      if (s.worker >= format.num_queues * num_heads) return false;
-      int queue;
-      if (is_compute_bound(format.tile, packed_, params_.num_qo_heads / params_.num_kv_heads)) {
-        s.head = s.worker / format.num_queues;
-        queue = s.worker - s.head * format.num_queues;
-      } else {
-        queue = s.worker / num_heads;
-        s.head = s.worker - queue * num_heads;
-      }
-      const int32_t* indptr = params_.plan + format.queue_indptr;
-      s.next = indptr[queue];
-      s.end = indptr[queue + 1];
+    int4 low, high;
+    if (s.next < s.end) {
+      const int4* words = reinterpret_cast<const int4*>(params_.plan + format.items) + int64_t{s.next} * 2;
+      low = __ldg(words);
+      high = __ldg(words + 1);
+    } else {
+      do {
+        s.worker += static_cast<int>(gridDim.x);
+        if (s.worker >= cta_.num_workers) return false;
+        const int quotient = cta_.heads_or_queues.divide(s.worker);
+        const int rest = s.worker - quotient * cta_.heads_or_queues.divisor;
+        s.head = cta_.compute_bound ? quotient : rest;
+        const int queue = cta_.compute_bound ? rest : quotient;
+        // These reads do not depend on each other, which makes a cold start one trip to memory shorter.
+        const int32_t* indptr = params_.plan + format.queue_indptr;
+        const int4* words = reinterpret_cast<const int4*>(params_.plan + format.queue_first) + queue * 2;
+        s.next = __ldg(indptr + queue);
+        s.end = __ldg(indptr + queue + 1);
+        low = __ldg(words);
+        high = __ldg(words + 1);
+      } while (s.next >= s.end);
     }
-    const int4* words = reinterpret_cast<const int4*>(params_.plan + format.items) + int64_t{s.next} * 2;
-    const int4 low = __ldg(words);
-    const int4 high = __ldg(words + 1);
     ++s.next;
     s.item = Item{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     // A layer outside the pool: every token gets the empty state.
@@ -99,37 +143,11 @@ class ItemCursor {
   }
 
   const AttentionParams& params_;
+  const CtaState& cta_;
   CursorState& state_;
   int cls_;
   int passes_;
-  bool packed_;
 };
-
-// What all warps of a CTA, and each warp by itself, keep in shared memory beside tiles and rings.
-struct CtaState {
-  FastDivider group_size;
-  FastDivider page_size;
-  int unused[2];
-};
-struct WarpState {
-  CursorState computing;  // the item whose rows are being computed
-  CursorState loading;    // the item whose KV blocks are being loaded, ahead of that
-  int kv_offset;          // position of the first KV token of the row being computed
-  int clear_first;        // every row of the warp sees positions [clear_first, clear_last]
-  int clear_last;
-  int64_t k_head;  // of the item being loaded: element offsets of its layer and KV head
-  int64_t v_head;
-};
-static_assert(sizeof(CtaState) == 32 && sizeof(WarpState) == 136, "jaxinfer/jit/tiles.py counts these bytes");
-
-// By all threads of the CTA, which then see it.
-JAXINFER_DEVICE void fill_cta_state(const AttentionParams& params, CtaState& state) {
-  if (threadIdx.x == 0) {
-    state.group_size = FastDivider(params.num_qo_heads / params.num_kv_heads);
-    state.page_size = FastDivider(params.page_size);
-  }
-  cta_barrier();
-}
 
 // The query rows of an item: packed, row i is token i / group_size and query head i % group_size of the KV
 // head.

@@ -129,19 +129,94 @@ inline void launch(const LoadedKernel& kernel, int64_t grid, void** arguments, c
                               dim3(kernel.num_threads), arguments, kernel.smem_bytes, stream));
 }
 
-// The launches of one attention call, as the FFI handler makes them.
-inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream) {
+// How partial states are merged.
+enum class Merge {
+  kKernel,           // by a kernel of its own
+  kDependentKernel,  // by one that may start before the attention kernel ends
+  kLastArrival,      // inside the attention kernel; counters are cleared by a memset
+  kLastArrivalDependent,  // the same, cleared by a kernel; the attention kernel may start before that ends
+};
+inline const char* merge_name(Merge merge) {
+  constexpr const char* kNames[] = {"kernel", "pdl", "last", "last-pdl"};
+  return kNames[static_cast<int>(merge)];
+}
+
+inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** arguments, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(kernel.num_threads);
+  config.dynamicSmemBytes = kernel.smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  CHECK_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.kernel), arguments));
+}
+
+inline LoadedKernel clear_kernel() {
+  static const char* const kText = R"(
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry clear(.param .u64 to, .param .u32 count) {
+  .reg .pred %p;
+  .reg .b32 %i, %n, %step;
+  .reg .b64 %base, %at;
+  griddepcontrol.launch_dependents;
+  ld.param.u64 %base, [to];
+  ld.param.u32 %n, [count];
+  cvta.to.global.u64 %base, %base;
+  mov.u32 %i, %tid.x;
+  mov.u32 %step, %ntid.x;
+next:
+  setp.ge.u32 %p, %i, %n;
+  @%p bra done;
+  mad.wide.u32 %at, %i, 4, %base;
+  st.global.u32 [%at], 0;
+  add.u32 %i, %i, %step;
+  bra next;
+done:
+  ret;
+})";
+  static const LoadedKernel loaded = [] {
+    LoadedKernel kernel{nullptr, 256, 0};
+    cudaLibrary_t library;
+    CHECK_CUDA(cudaLibraryLoadData(&library, kText, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    CHECK_CUDA(cudaLibraryGetKernel(&kernel.kernel, library, "clear"));
+    return kernel;
+  }();
+  return loaded;
+}
+
+// The launches of one attention call. params.merge_counters is set; it is used where `merge` says so.
+inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream, Merge merge) {
   int unused[2] = {0, 0};
+  const bool merges = params.format.merge_capacity > 0 && params.format.slot_capacity > 0;
+  const bool inside = merges && (merge == Merge::kLastArrival || merge == Merge::kLastArrivalDependent);
+  int num_counters = params.format.merge_capacity * params.num_kv_heads;
+  if (!inside) {
+    params.merge_counters = nullptr;
+  } else if (merge == Merge::kLastArrival) {
+    CHECK_CUDA(cudaMemsetAsync(params.merge_counters, 0, size_t{4} * num_counters, stream));
+  } else {
+    void* arguments[] = {&params.merge_counters, &num_counters};
+    launch(clear_kernel(), 1, arguments, stream);
+  }
   for (int cls = 0; cls < params.format.num_classes; ++cls) {
     void* arguments[] = {&params, &cls, unused};
-    launch(kernels.at(attention_spec(params, cls)), params.format.classes[cls].num_ctas, arguments, stream);
+    const LoadedKernel& kernel = kernels.at(attention_spec(params, cls));
+    const bool dependent = inside && merge == Merge::kLastArrivalDependent && cls == 0;
+    (dependent ? launch_dependent : launch)(kernel, params.format.classes[cls].num_ctas, arguments, stream);
   }
-  if (params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
-    const LoadedKernel& merge = kernels.at(merge_spec(params));
+  if (merges && !inside) {
+    const LoadedKernel& kernel = kernels.at(merge_spec(params));
     const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
-    const int64_t warps = merge.num_threads / 32;
+    const int64_t warps = kernel.num_threads / 32;
     void* arguments[] = {&params, unused};
-    launch(merge, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
+    (merge == Merge::kDependentKernel ? launch_dependent : launch)(
+        kernel, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
   }
 }
 

@@ -254,6 +254,8 @@ inline Problem make_problem(const Options& o, uint32_t seed) {
     request.costs[c] = default_costs(request.schedule, is_compute_bound(cls, request.group_size()));
     request.costs[c].floor = 32;  // so that small problems are split, too
     request.costs[c].fixed = 16;
+    request.costs[c].granule = 16;
+    request.costs[c].merge = 0;
   }
   fill_capacities(&request);
   LayoutView layout{};

@@ -1,7 +1,7 @@
 // Runs the CUDA kernels and the CPU executor on the same plans and compares. Built by build.py, which also
 // compiles the kernels that `--list` names.
 //
-//   test_kernels --list | FOLDER [filter] | FOLDER sanitize | FOLDER bench [filter]
+//   test_kernels --list | FOLDER [filter] | FOLDER sanitize | FOLDER bench [filter] | FOLDER decode
 //
 // sanitize: a tenth of the cases, once each, and the appends; a sanitizer makes everything a hundred times
 // slower.
@@ -44,7 +44,7 @@ Result run_cpu(const Problem& p) {
   return result;
 }
 
-Result run_gpu(const Kernels& kernels, const Problem& p) {
+Result run_gpu(const Kernels& kernels, const Problem& p, Merge merge) {
   AttentionParams a = p.params;
   const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
   const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
@@ -52,8 +52,9 @@ Result run_gpu(const Kernels& kernels, const Problem& p) {
   Buffer q(p.q), k(p.k), v(p.v), layer(p.layer), plan(p.plan), kv_indices(p.kv_indices),
       kv_offset(p.kv_offset), q_pos(p.q_pos), block_pos(p.block_pos), mask_bits(p.mask_bits),
       mask_indptr(p.mask_indptr), q_start(p.q_start), kv_len(p.kv_len), o(result.o.size()), lse(heads * 4),
-      partial_o(slots * a.head_dim_vo * 4), partial_max(slots * 4), partial_sum(slots * 4);
-  for (Buffer* poisoned : {&o, &lse, &partial_o, &partial_max, &partial_sum}) poisoned->fill(0xff);
+      partial_o(slots * a.head_dim_vo * 4), partial_max(slots * 4), partial_sum(slots * 4),
+      counters(int64_t{4} * a.format.merge_capacity * a.num_kv_heads);
+  for (Buffer* poisoned : {&o, &lse, &partial_o, &partial_max, &partial_sum, &counters}) poisoned->fill(0xff);
   a.q = q.as<void>();
   a.k = k.as<void>();
   a.v = v.as<void>();
@@ -72,7 +73,8 @@ Result run_gpu(const Kernels& kernels, const Problem& p) {
   a.partial_o = partial_o.as<float>();
   a.partial_max = partial_max.as<float>();
   a.partial_sum = partial_sum.as<float>();
-  launch_attention(kernels, a, nullptr);
+  a.merge_counters = counters.as<uint32_t>();
+  launch_attention(kernels, a, nullptr, merge);
   CHECK_CUDA(cudaDeviceSynchronize());
   o.read(result.o.data());
   lse.read(result.lse.data());
@@ -210,6 +212,9 @@ int main(int argc, char** argv) {
       std::printf("%s\n%s\n", attention_spec(spec_params(b.options), 0).c_str(),
                   merge_spec(spec_params(b.options)).c_str());
     }
+    for (const Options& o : decode_bench_options()) {
+      std::printf("%s\n%s\n", attention_spec(spec_params(o), 0).c_str(), merge_spec(spec_params(o)).c_str());
+    }
     for (const DType dtype : {DType::kBF16, DType::kF32}) std::printf("%s\n", append_spec(dtype).c_str());
     return 0;
   }
@@ -217,6 +222,10 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 2 ? argv[2] : "";
   if (mode == "bench") {
     run_benchmarks(kernels, argc > 3 ? argv[3] : "");
+    return 0;
+  }
+  if (mode == "decode") {
+    run_decode_benchmarks(kernels);
     return 0;
   }
   const bool sanitize = mode == "sanitize";
@@ -231,13 +240,17 @@ int main(int argc, char** argv) {
     running() = c.name;
     const Problem p = make_problem(c.options, seed);
     const Result want = run_cpu(p);
-    const Result got = run_gpu(kernels, p);
+    const Result got = run_gpu(kernels, p, Merge::kKernel);
     bool ok = compare(c.name, p, want, got);
-    // The same launch again must give the same bits.
-    const Result again = sanitize ? got : run_gpu(kernels, p);
-    if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
-      std::printf("FAIL %s: bits differ between two launches\n", c.name.c_str());
-      ok = false;
+    // Another launch must give the same bits, whoever merges.
+    for (const Merge merge : {Merge::kDependentKernel, Merge::kLastArrival, Merge::kLastArrivalDependent}) {
+      if (merge != Merge::kDependentKernel && c.options.classes[0].tile == 1) continue;
+      if (merge != Merge::kLastArrival && sanitize) continue;
+      const Result again = run_gpu(kernels, p, merge);
+      if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
+        std::printf("FAIL %s: bits differ between two launches (%s)\n", c.name.c_str(), merge_name(merge));
+        ok = false;
+      }
     }
     failed += ok ? 0 : 1;
   }
