@@ -23,11 +23,6 @@ struct FastDivider {
   }
 };
 
-// Limited by arithmetic rather than by reading K and V. The same rule as the planner's (csrc/plan/cost.h).
-JAXINFER_DEVICE bool is_compute_bound(int tile, bool packed, int group_size) {
-  return tile == 192 || (tile == 128 && !(packed && tile / group_size == 1));
-}
-
 // Where a warp stands in the items of its CTA's workers.
 struct CursorState {
   Item item;
@@ -66,11 +61,11 @@ static_assert(sizeof(CtaState) == 64 && sizeof(WarpState) == 136, "jaxinfer/jit/
 JAXINFER_DEVICE void fill_cta_state(const AttentionParams& params, int cls, bool packed, CtaState& state) {
   if (threadIdx.x == 0) {
     const ClassFormat& format = params.format.classes[cls];
-    const int group_size = params.num_qo_heads / params.num_kv_heads;
+    const int group_size = params.group_size();
     const int num_heads = packed ? params.num_kv_heads : params.num_qo_heads;
     state.group_size = FastDivider(group_size);
     state.page_size = FastDivider(params.page_size);
-    state.compute_bound = is_compute_bound(format.tile, packed, group_size);
+    state.compute_bound = format.is_compute_bound(group_size);
     state.heads_or_queues = FastDivider(state.compute_bound ? format.num_queues : num_heads);
     state.num_workers = format.num_queues * num_heads;
     // Caches are dense, so that K and V differ in the length of a row alone.

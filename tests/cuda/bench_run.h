@@ -43,16 +43,8 @@ class BenchRun {
     const int size = element_size(o.dtype);
     num_tokens_ = static_cast<int>(p_.q_pos.size());
     heads_ = int64_t{num_tokens_} * o.num_qo_heads;
-    a_ = spec_params(o);
-    a_.num_tokens = num_tokens_;
-    a_.num_rows = static_cast<int>(p_.q_len.size());
-    a_.num_pages = num_pages_;
-    a_.page_size = o.contiguous ? 1 : o.page_size;
-    a_.kv_indices_capacity = static_cast<int64_t>(p_.kv_indices.size());
-    a_.k_strides = make_strides(o, num_pages_, o.head_dim_qk);
-    a_.v_strides = make_strides(o, num_pages_, o.head_dim_vo);
-    a_.variant.sm_scale = 1.0f / std::sqrt(static_cast<float>(o.head_dim_qk));
-    a_.variant.logits_soft_cap = o.logits_soft_cap;
+    make_plan_and_params(&p_, num_pages_, false);
+    a_ = p_.params;
     a_.kv_indices = o.contiguous ? nullptr : keep(p_.kv_indices).as<int32_t>();
     a_.kv_offset = keep(p_.kv_offset).as<int32_t>();
     a_.q_pos = keep(p_.q_pos).as<int32_t>();
@@ -74,45 +66,14 @@ class BenchRun {
 
   // Plans, and allocates what the plan needs.
   void make_plan(Schedule schedule, bool batch_invariant) {
-    PlanRequest request{};
-    request.num_tokens = num_tokens_;
-    request.num_rows = a_.num_rows;
-    request.num_layouts = 1;
-    request.page_size = a_.page_size;
-    request.kv_capacity =
-        options_.contiguous ? num_pages_ : static_cast<int64_t>(p_.kv_indices.size()) * a_.page_size;
-    request.contiguous = options_.contiguous;
-    request.num_qo_heads = options_.num_qo_heads;
-    request.num_kv_heads = options_.num_kv_heads;
-    request.head_dim_qk = options_.head_dim_qk;
-    request.head_dim_vo = options_.head_dim_vo;
-    request.element_size = element_size(options_.dtype);
-    request.schedule = schedule;
-    request.batch_invariant = batch_invariant;
-    request.split_tokens = 512;
-    request.clip.causal = (options_.rules & kRuleCausal) != 0;
-    request.format = a_.format;
-    for (int c = 0; c < request.format.num_classes; ++c) {
-      const ClassFormat& cls = request.format.classes[c];
-      request.costs[c] = default_costs(schedule, is_compute_bound(cls, request.group_size()));
-    }
-    fill_capacities(&request);
-    LayoutView layout{};
-    layout.q_start = p_.q_start.data();
-    layout.q_len = p_.q_len.data();
-    layout.kv_start = p_.kv_start.data();
-    layout.kv_indices = p_.kv_indices.data();
-    layout.kv_len = p_.kv_len.data();
-    layout.kv_offset = p_.kv_offset.data();
-    layout.q_pos = p_.q_pos.data();
-    layout.kv_indices_capacity = a_.kv_indices_capacity;
-    plan_.resize(request.format.num_words + 4);
-    jaxinfer::make_plan(layout, request, plan_.data());
-    a_.format = request.format;
+    p_.options.runs = schedule == Schedule::kRuns;
+    p_.options.batch_invariant = batch_invariant;
+    make_plan_and_params(&p_, num_pages_, false);
+    a_.format = p_.params.format;
     planned_.clear();
     const int64_t states = int64_t{a_.format.slot_capacity} * options_.num_qo_heads;
     const auto add = [&](int64_t bytes) -> Buffer& { return *planned_.emplace_back(std::make_unique<Buffer>(bytes)); };
-    Buffer& plan = *planned_.emplace_back(std::make_unique<Buffer>(plan_));
+    Buffer& plan = *planned_.emplace_back(std::make_unique<Buffer>(p_.plan));
     a_.plan = plan.as<int32_t>();
     a_.partial_o = add(states * options_.head_dim_vo * 4).as<float>();
     a_.partial_max = add(states * 4).as<float>();
@@ -169,8 +130,8 @@ class BenchRun {
     }
     return 2.0 * pairs * options_.num_qo_heads * (options_.head_dim_qk + options_.head_dim_vo);
   }
-  int num_slots() const { return plan_[kHeaderNumSlots]; }
-  int num_merges() const { return plan_[kHeaderNumMerge]; }
+  int num_slots() const { return p_.plan[kHeaderNumSlots]; }
+  int num_merges() const { return p_.plan[kHeaderNumMerge]; }
 
  private:
   template <class From>
@@ -183,7 +144,6 @@ class BenchRun {
   int num_tokens_;
   int64_t heads_;
   AttentionParams a_;
-  Ints plan_;
   std::vector<std::unique_ptr<Buffer>> kept_, planned_;
   std::vector<std::array<Buffer*, 4>> sets_;  // q, k, v, o
   cudaStream_t stream_;
