@@ -44,6 +44,26 @@ struct CacheStrides {
   int64_t head;
 };
 
+// Division of [0, 2^31) by a number that is only known at run time: a product and a shift. The host prepares it: a
+// GPU would take longer for its magic number than for the first bytes of K.
+struct Divider {
+  uint32_t magic;
+  uint32_t shift;
+  int32_t divisor;
+
+  Divider() = default;
+  explicit Divider(int32_t d) : divisor(d) {
+    uint32_t log = 0;  // ceil(log2(d))
+    while ((int64_t{1} << log) < d) ++log;
+    shift = 31 + log;
+    // magic * d is in [2^shift, 2^shift + 2^log): the error stays under one for n < 2^31.
+    magic = static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / static_cast<uint32_t>(d));
+  }
+  constexpr int32_t divide(int32_t n) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * magic >> shift);
+  }
+};
+
 struct AttentionParams {
   const void* q;         // [num_tokens, num_qo_heads, head_dim_qk] of dtype
   const void* k;         // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_qk] through k_strides
@@ -64,9 +84,6 @@ struct AttentionParams {
       partial_o;  // [slot_capacity, num_qo_heads, head_dim_vo] sum of exp(logit - max) v; without softmax w v
   float* partial_max;  // [slot_capacity, num_qo_heads] largest logit
   float* partial_sum;  // [slot_capacity, num_qo_heads] sum of exp(logit - max); 0: the piece saw nothing
-  // [merge_capacity, num_kv_heads] query heads whose partial states have arrived, zero at the launch: the CTA that
-  // completes an entry merges it. Null: a merge kernel follows.
-  uint32_t* merge_counters;
 
   DType dtype;  // of q, k, v and o
   int32_t num_tokens;
@@ -83,7 +100,14 @@ struct AttentionParams {
   CacheStrides v_strides;
   PlanFormat format;
   VariantParams variant;
+  // By group_size() and page_size, for the kernels of GPUs: set_dividers.
+  Divider group_divider;
+  Divider page_divider;
 
+  void set_dividers() {
+    group_divider = Divider(group_size());
+    page_divider = Divider(page_size);
+  }
   int32_t group_size() const { return num_qo_heads / num_kv_heads; }
 };
 

@@ -235,6 +235,7 @@ inline ffi::Error make_params(AttentionCall& call, AttentionParams* params) {
                     .mask_capacity = masked ? static_cast<int64_t>(call.mask_bits.element_count()) : 0,
                     .q_start = masked ? call.q_start.typed_data() : nullptr,
                     .kv_len = masked ? call.kv_len.typed_data() : nullptr};
+  params->set_dividers();
   return ffi::Error::Success();
 }
 

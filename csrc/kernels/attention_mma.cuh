@@ -9,7 +9,6 @@
 #pragma once
 
 #include "kernels/fragments.cuh"
-#include "kernels/merge.cuh"
 #include "kernels/softmax.cuh"
 #include "kernels/variant.cuh"
 
@@ -28,12 +27,10 @@ struct MmaSharedMemory {
   static constexpr int kMergeState = kRing + RingShape<Config>::kBytes;
   static constexpr int kFreeStages = kMergeState + kStates * 8;
   static constexpr int kVisible = kFreeStages + (Config::kStreams > 1 ? 16 : 0);
-  static constexpr int kArrivals = kVisible + Config::kTile * static_cast<int>(sizeof(Visible));
-  static constexpr int kPosition = kArrivals + Config::kTile * 4;
+  static constexpr int kPosition = kVisible + Config::kTile * static_cast<int>(sizeof(Visible));
   static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
   static constexpr int kNumWarpStates = kStateInRegisters<Config> ? 0 : Config::kNumThreads / 32;
-  static constexpr int kCtaState = kWarpStates + kNumWarpStates * static_cast<int>(sizeof(WarpState));
-  static constexpr int kPresent = kCtaState + static_cast<int>(sizeof(CtaState));
+  static constexpr int kPresent = kWarpStates + kNumWarpStates * static_cast<int>(sizeof(WarpState));
   static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
 };
 
@@ -65,7 +62,6 @@ class MmaAttention {
                 "the tile table and the kernel disagree on shared memory");
 
  public:
-  // The CTA's state is filled, and visible to all threads.
   JAXINFER_DEVICE MmaAttention(const AttentionParams& params, int cls, const VariantOperands& operands,
                                char* memory, WarpState& state)
       : params_(params),
@@ -74,10 +70,9 @@ class MmaAttention {
         lane_(threadIdx.x & 31),
         warp_(warp_index() % Config::kWarpsM),
         stream_(warp_index() / Config::kWarpsM),
-        cta_(*reinterpret_cast<const CtaState*>(memory + Shared::kCtaState)),
         state_(state),
-        rows_{state_.computing, cta_.group_size},
-        ring_(params, cls, 1, cta_, state_, shared_address(memory + Shared::kRing),
+        rows_{state_.computing, params.group_divider},
+        ring_(params, cls, 1, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
               reinterpret_cast<int*>(memory + Shared::kPosition), stream_, warp_, lane_),
         query_(shared_address(memory + Shared::kQuery), warp_, lane_),
@@ -85,7 +80,7 @@ class MmaAttention {
         v_rows_(lane_ & 15, lane_ >> 4) {}
 
   JAXINFER_DEVICE void run(int cls) {
-    ItemCursor cursor(params_, cls, 1, cta_, state_.computing);
+    ItemCursor cursor(params_, cls, class_facts<Config>(params_), 1, state_.computing);
     while (cursor.next()) {
       if (item().bsr_row < 0) {
         write_empty<Config>(params_, item(), state_.computing.head);
@@ -108,11 +103,12 @@ class MmaAttention {
 
   JAXINFER_DEVICE void run_item() {
     const int kv_end = item().kv_end;
+    // All that is read before the barrier is on its way at once: each trip to memory takes most of a microsecond.
     const int kv_offset = item().kv_begin < kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
+    const int q_pos = kPositions ? load_position() : 0;
     cta_barrier();  // the item before may still be reading Q and merged states
     load_query();
-    if constexpr (kPositions) find_visible();
-    if (!is_final() && params_.merge_counters != nullptr) find_arrivals();
+    if constexpr (kPositions) find_visible(q_pos);
     cta_barrier();
     state_.kv_offset = kv_offset;
     query_.load();
@@ -146,7 +142,6 @@ class MmaAttention {
     } else {
       store();
     }
-    if (!is_final() && params_.merge_counters != nullptr) arrive_and_merge();
   }
 
   // The stage that the next copies go to; nothing is in it or on its way to it.
@@ -177,45 +172,61 @@ class MmaAttention {
     return (warp() * kFragments + (r >> 1)) * 16 + (lane() >> 2) + (r & 1) * 8;
   }
 
-  // Rows beyond the item's and chunks beyond the true head dim become zeros.
+  // Rows beyond the item's and chunks beyond the true head dim become zeros. Several reads are on their way at a time.
   JAXINFER_DEVICE void load_query() {
     constexpr int kChunks = Config::kHeadDimQk / 8;
+    constexpr int kAll = Config::kTile * kChunks;
+    constexpr int kLoads = (kAll + Config::kNumThreads - 1) / Config::kNumThreads;
+    constexpr int kBatch = kLoads < 4 ? kLoads : 4;
     const int chunks = params_.head_dim_qk / 8;
-#pragma unroll 4
-    for (int i = fresh_thread_index(); i < Config::kTile * kChunks; i += Config::kNumThreads) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (row < rows_.num_rows() && chunk < chunks) {
+#pragma unroll 1
+    for (int first = fresh_thread_index(); first < kAll; first += kBatch * Config::kNumThreads) {
+      uint4 x[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = (first + i * Config::kNumThreads) / kChunks;
+        const int chunk = (first + i * Config::kNumThreads) % kChunks;
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (row >= rows_.num_rows() || chunk >= chunks) continue;
         const int64_t token = item().token_begin + rows_.token(row);
-        const int64_t at = (token * params_.num_qo_heads + rows_.qo_head(row)) * chunks + chunk;
-        x = __ldg(static_cast<const uint4*>(params_.q) + at);
-        if constexpr (Variant::kQuery) {
-          const Row query_row = make_row(row);
-          float elements[8];
-          Type::unpack(x, elements);
-          Variant(params_, operands_, query_row).query(elements, chunk * 8, query_row);
-          x = Type::pack(elements);
-        }
-        x.x ^= sign_bits();
-        x.y ^= sign_bits();
-        x.z ^= sign_bits();
-        x.w ^= sign_bits();
+        x[i] = __ldg(static_cast<const uint4*>(params_.q) +
+                     (token * params_.num_qo_heads + rows_.qo_head(row)) * chunks + chunk);
       }
-      store_shared(shared_address(memory_ + Shared::kQuery) + RowTile<kChunks>::offset(row, chunk), x);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = (first + i * Config::kNumThreads) / kChunks;
+        const int chunk = (first + i * Config::kNumThreads) % kChunks;
+        if (kAll % (kBatch * Config::kNumThreads) != 0 && row >= Config::kTile) continue;
+        if constexpr (Variant::kQuery) {
+          if (row < rows_.num_rows() && chunk < chunks) {
+            const Row query_row = make_row(row);
+            float elements[8];
+            Type::unpack(x[i], elements);
+            Variant(params_, operands_, query_row).query(elements, chunk * 8, query_row);
+            x[i] = Type::pack(elements);
+          }
+        }
+        x[i].x ^= sign_bits();
+        x[i].y ^= sign_bits();
+        x[i].z ^= sign_bits();
+        x[i].w ^= sign_bits();
+        store_shared(shared_address(memory_ + Shared::kQuery) + RowTile<kChunks>::offset(row, chunk), x[i]);
+      }
     }
   }
 
+  // Position of this thread's row.
+  JAXINFER_DEVICE int load_position() const {
+    static_assert(Config::kTile <= Config::kNumThreads, "a thread for every row");
+    const int row = fresh_thread_index();
+    return row < rows_.num_rows() ? __ldg(params_.q_pos + item().token_begin + rows_.token(row)) : 0;
+  }
   // What every row may see, to shared memory. Idle rows see everything; nobody reads their results.
-  JAXINFER_DEVICE void find_visible() {
-    for (int i = fresh_thread_index(); i < Config::kTile; i += Config::kNumThreads) {
-      Visible range{kInt32Min, kInt32Max};
-      if (i < rows_.num_rows()) {
-        const int token = item().token_begin + rows_.token(i);
-        range = visible_positions<Config::kRules>(params_.variant, __ldg(params_.q_pos + token));
-      }
-      visible()[i] = range;
-    }
+  JAXINFER_DEVICE void find_visible(int q_pos) {
+    const int row = fresh_thread_index();
+    if (row >= Config::kTile) return;
+    visible()[row] = row < rows_.num_rows() ? visible_positions<Config::kRules>(params_.variant, q_pos)
+                                            : Visible{kInt32Min, kInt32Max};
   }
   JAXINFER_DEVICE Visible* visible() const { return reinterpret_cast<Visible*>(memory_ + Shared::kVisible); }
 
@@ -490,46 +501,6 @@ class MmaAttention {
     return factor;
   }
 
-  // Per token of a partial item: first the query heads of a KV head that its merge entry waits for, then whether this
-  // CTA was the last.
-  JAXINFER_DEVICE uint32_t* arrivals() const {
-    return reinterpret_cast<uint32_t*>(memory_ + Shared::kArrivals);
-  }
-  JAXINFER_DEVICE int num_tokens() const { return item().flags & 0xffff; }
-
-  JAXINFER_DEVICE void find_arrivals() {
-    for (int t = fresh_thread_index(); t < num_tokens(); t += Config::kNumThreads) {
-      const int32_t* const indptr = params_.plan + params_.format.merge_indptr + item().merge + t;
-      arrivals()[t] = (__ldg(indptr + 1) - __ldg(indptr)) * cta_.group_size.divisor;
-    }
-  }
-
-  // Merges the tokens of a partial item whose other partial states are there already, for all query heads of the
-  // item's KV head.
-  JAXINFER_DEVICE void arrive_and_merge() {
-    const int group_size = cta_.group_size.divisor;
-    const int kv_head = rows_.kv_head();
-    cta_barrier();
-    wait_for_earlier_kernels();
-    for (int t = fresh_thread_index(); t < num_tokens(); t += Config::kNumThreads) {
-      const uint32_t heads = Config::kPacked ? group_size : 1;
-      uint32_t* const counter =
-          params_.merge_counters + int64_t{item().merge + t} * params_.num_kv_heads + kv_head;
-      arrivals()[t] = add_and_synchronize(counter, heads) + heads == arrivals()[t];
-    }
-    const int lane = fresh_thread_index() & 31;
-    int row = fresh_thread_index() >> 5;
-    const int first = min(row, num_tokens() * group_size - 1);
-    MergeEntry entry(params_, item().merge + cta_.group_size.divide(first), lane);  // while the counters travel
-    cta_barrier();
-    for (; row < num_tokens() * group_size; row += Config::kNumThreads / 32) {
-      const int t = cta_.group_size.divide(row);
-      if (arrivals()[t] == 0) continue;
-      if (row != first) entry = MergeEntry(params_, item().merge + t, lane);
-      merge_row<Config, Variant>(params_, operands_, entry, kv_head * group_size + row - t * group_size, lane);
-    }
-  }
-
   template <int kCount>
   JAXINFER_DEVICE void apply_output(int row, int column, float (&x)[kCount]) {
     if constexpr (Variant::kOutput) {
@@ -544,7 +515,6 @@ class MmaAttention {
   int lane_;
   int warp_;  // inside the stream
   int stream_;
-  const CtaState& cta_;
   WarpState& state_;
   ItemRows<Config::kPacked> rows_;
   KvRing<Config> ring_;
@@ -561,7 +531,6 @@ template <class Config, class Variant>
 JAXINFER_DEVICE void attention_mma(const AttentionParams& params, int cls, const VariantOperands& operands) {
   extern __shared__ __align__(128) char memory[];
   using Shared = MmaSharedMemory<Config>;
-  fill_cta_state(params, cls, Config::kPacked, *reinterpret_cast<CtaState*>(memory + Shared::kCtaState));
   allow_next_kernel();
   WarpState registers;
   WarpState* state = &registers;
@@ -570,7 +539,6 @@ JAXINFER_DEVICE void attention_mma(const AttentionParams& params, int cls, const
   }
   MmaAttention<Config, Variant> attention(params, cls, operands, memory, *state);
   attention.run(cls);
-  wait_for_earlier_kernels();
 }
 
 }  // namespace jaxinfer

@@ -1,6 +1,3 @@
-#ifndef JAXINFER_ROW_LANES
-#define JAXINFER_ROW_LANES 16
-#endif
 // Where K and V rows lie and how blocks of them reach shared memory: the only header that knows pages,
 // layers, strides and contiguous caches. No math; nothing here depends on the attention rules.
 #pragma once
@@ -49,18 +46,17 @@ template <class Config>
 class KvRing {
   using Shape = RingShape<Config>;
   using Type = Element<Config::kDType>;
+  static constexpr int kRowLanes = 8;  // that copy one row at a time; 16 are up to 1% slower
   // Packed tiles of short queries are the only readers of their K and V; of long queries many tiles read the
   // same.
   static constexpr bool kReadOnce = Config::kPacked && Config::kTile < 128;
 
  public:
   // `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
-  JAXINFER_DEVICE KvRing(const AttentionParams& params, int cls, int passes, const CtaState& cta,
-                         WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
+  JAXINFER_DEVICE KvRing(const AttentionParams& params, int cls, int passes, WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
                          int warp, int lane)
       : params_(params),
-        cursor_(params, cls, passes, cta, state.loading),
-        cta_(cta),
+        cursor_(params, cls, class_facts<Config>(params), passes, state.loading),
         state_(state),
         data_(data + stream * Config::kStages * Shape::kStageBytes),
         present_(present + stream * Config::kStages * Config::kWarpsM),
@@ -113,7 +109,7 @@ class KvRing {
       begin_ = item().kv_begin + stream_ * Config::kBlockKV;
     } while (begin_ >= item().kv_end);
     const int head = cursor_.state().head;
-    const int kv_head = Config::kPacked ? head : cta_.group_size.divide(head);
+    const int kv_head = Config::kPacked ? head : params_.group_divider.divide(head);
     const int64_t layer = params_.layer == nullptr ? 0 : *params_.layer;
     state_.k_head = static_cast<const char*>(params_.k) +
                     (layer * params_.k_strides.layer + kv_head * params_.k_strides.head) * Type::kBytes;
@@ -131,7 +127,7 @@ class KvRing {
     if constexpr (!Config::kContiguous) {
       page_ = -1;
       if (!lane_has_row()) return;
-      const int64_t entry = int64_t{item().table_begin} + cta_.page_size.divide(lane_index());
+      const int64_t entry = int64_t{item().table_begin} + params_.page_divider.divide(lane_index());
       if (entry < params_.kv_indices_capacity) page_ = __ldg(params_.kv_indices + entry);
     }
   }
@@ -146,11 +142,13 @@ class KvRing {
     int64_t page = page_;
     if constexpr (Config::kContiguous) page = lane_has_row() ? int64_t{item().table_begin} + lane_index() : -1;
     const bool in_pool = page >= 0 && page < params_.num_pages;
-    uint32_t lane_row = static_cast<uint32_t>(page) * static_cast<uint32_t>(cta_.page_rows);
+    uint32_t lane_row = static_cast<uint32_t>(page) * static_cast<uint32_t>(params_.page_size * params_.num_kv_heads);
     if constexpr (!Config::kContiguous) {
-      const int block = cta_.page_size.divide(lane_index());
-      const int in_page = lane_index() - block * cta_.page_size.divisor;
-      lane_row += static_cast<uint32_t>(in_page * cta_.token_rows);
+      const int block = params_.page_divider.divide(lane_index());
+      const int in_page = lane_index() - block * params_.page_size;
+      // Caches are dense, so that K and V differ in the length of a row alone.
+      const bool hnd = params_.k_strides.token == params_.head_dim_qk;
+      lane_row += static_cast<uint32_t>(in_page * (hnd ? 1 : params_.num_kv_heads));
       if (params_.block_pos != nullptr && in_pool) {
         positions_[stage * Config::kBlockKV + warp_ * Shape::kRowsPerWarp + lane_] =
             __ldg(params_.block_pos + int64_t{item().table_begin} + block) + in_page;
@@ -158,35 +156,39 @@ class KvRing {
     }
     const uint32_t present = __ballot_sync(kFullWarp, in_pool);
     if (lane_ == 0) present_[stage * Config::kWarpsM + warp_] = present;
+    // Where ptxas 13.0 sees that a stage is the same for all lanes, it gives LDGSTS a uniform register for it, and an
+    // H200 ends in an illegal instruction.
+    const uint32_t tile = k_tile(stage) ^ opaque_zero();
     constexpr uint32_t kAll = Shape::kRowsPerWarp == 32 ? ~0u : (1u << (Shape::kRowsPerWarp & 31)) - 1;
     if (present == kAll && params_.head_dim_qk == Config::kHeadDimQk &&
         params_.head_dim_vo == Config::kHeadDimVo) {
-      copy_rows<true>(stage, lane_row, present);
+      copy_rows<true>(tile, lane_row, present);
     } else {
-      copy_rows<false>(stage, lane_row, present);
+      copy_rows<false>(tile, lane_row, present);
     }
   }
 
   // kWhole: every row is there, and no chunk lies beyond the true head dim.
   template <bool kWhole>
-  JAXINFER_DEVICE void copy_rows(int stage, uint32_t lane_row, uint32_t present) {
-    constexpr int kRows = 32 / kLanes;  // of one instruction
+  JAXINFER_DEVICE void copy_rows(uint32_t tile, uint32_t lane_row, uint32_t present) {
+    constexpr int kRows = 32 / kRowLanes;  // of one instruction
     constexpr int kGroups = (Shape::kRowsPerWarp + kRows - 1) / kRows;
-    const uint32_t column = lane_ % kLanes;
+    const uint32_t column = lane_ % kRowLanes;
     const uint32_t k_bytes = params_.head_dim_qk * Type::kBytes;
     const uint32_t v_bytes = params_.head_dim_vo * Type::kBytes;
     const uint64_t policy = make_policy(kReadOnce);
     const char* const k = state_.k_head + column * 16;
     const char* const v = state_.v_head + column * 16;
-#pragma unroll
+    // Blocks in part are few: less code is worth more than a faster loop, because every launch fetches it anew.
+#pragma unroll(kWhole ? kGroups : 1)
     for (int g = 0; g < kGroups; ++g) {
-      const int row = g * kRows + lane_ / kLanes;
+      const int row = g * kRows + lane_ / kRowLanes;
       const uint64_t shared_row = __shfl_sync(kFullWarp, lane_row, row & 31);
       if (Shape::kRowsPerWarp % kRows != 0 && row >= Shape::kRowsPerWarp) continue;
       const bool row_present = kWhole || (present >> row & 1) != 0;
-      copy_row<kWhole, Shape::kChunksQk>(k_tile(stage), g * kRows, k + shared_row * k_bytes, row_present,
+      copy_row<kWhole, Shape::kChunksQk>(tile, g * kRows, k + shared_row * k_bytes, row_present,
                                          k_bytes / 16, policy);
-      copy_row<kWhole, Shape::kChunksVo>(v_tile(stage), g * kRows, v + shared_row * v_bytes, row_present,
+      copy_row<kWhole, Shape::kChunksVo>(tile + Shape::kKBytes, g * kRows, v + shared_row * v_bytes, row_present,
                                          v_bytes / 16, policy);
     }
   }
@@ -196,12 +198,12 @@ class KvRing {
   template <bool kWhole, int kChunks>
   JAXINFER_DEVICE void copy_row(uint32_t tile, int first_row, const char* from, bool row_present,
                                 int chunks, uint64_t policy) {
-    const int column = lane_ % kLanes;
-    const int row = warp_ * Shape::kRowsPerWarp + lane_ / kLanes;
+    const int column = lane_ % kRowLanes;
+    const int row = warp_ * Shape::kRowsPerWarp + lane_ / kRowLanes;
 #pragma unroll
-    for (int first = 0; first < kChunks; first += kLanes) {
+    for (int first = 0; first < kChunks; first += kRowLanes) {
       const int chunk = first + column;
-      if (kChunks % kLanes != 0 && chunk >= kChunks) continue;
+      if (kChunks % kRowLanes != 0 && chunk >= kChunks) continue;
       // Phases combine bit by bit, so that one lane-dependent offset and constants make every address.
       const uint32_t to = tile + first_row * RowTile<kChunks>::kPitch +
                           (RowTile<kChunks>::offset(row, chunk) ^ RowTile<kChunks>::phase(first_row) << 4);
@@ -213,13 +215,8 @@ class KvRing {
     }
   }
 
-  // Lanes that copy one row at a time: 16 take rows of 256 bytes and more in whole requests.
-  static constexpr int kLanes =
-      Shape::kChunksQk % 16 == 0 && Shape::kChunksVo % 16 == 0 ? JAXINFER_ROW_LANES : 8;
-
   const AttentionParams& params_;
   ItemCursor cursor_;
-  const CtaState& cta_;
   WarpState& state_;
   uint32_t data_;
   uint32_t* present_;

@@ -1,6 +1,5 @@
 // Merges the partial states that attention kernels left: one warp per (merge entry, query head), the entry's
-// slots in ascending KV position. Writes the final o and lse; without softmax partial results add up. Run by
-// the CTA whose partial state comes last (attention_mma.cuh), or as a kernel of its own.
+// slots in ascending KV position. Writes the final o and lse; without softmax partial results add up.
 #pragma once
 
 #include "kernels/ptx.cuh"
@@ -112,7 +111,7 @@ JAXINFER_DEVICE void merge_row(const AttentionParams& params, const VariantOpera
     for (int e = 0; e < 4; ++e) x[e] = o[p][e] * inverse;
     if constexpr (Variant::kOutput) {
       const Row output_row{-1, entry.token, params.q_pos[entry.token], head,
-                           head / (num_heads / params.num_kv_heads)};
+                           params.group_divider.divide(head)};
       Variant(params, operands, output_row).output(x, dim, output_row);
     }
     if constexpr (Config::kDType == DType::kF32) {
@@ -130,18 +129,24 @@ JAXINFER_DEVICE void merge_row(const AttentionParams& params, const VariantOpera
 template <class Config, class Variant>
 JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands& operands) {
   const int lane = threadIdx.x & 31;
-  const int num_heads = params.num_qo_heads;
-  const int64_t num_rows = int64_t{__ldg(params.plan + kHeaderNumMerge)} * num_heads;
-  const int64_t stride = int64_t{gridDim.x} * (Config::kNumThreads / 32);
-  int64_t i = int64_t{blockIdx.x} * (Config::kNumThreads / 32) + (threadIdx.x >> 5);
-  const int first_entry = i < num_rows ? static_cast<int>(i / num_heads) : -1;
-  MergeEntry entry(params, max(first_entry, 0), lane);
-  wait_for_earlier_kernels();
-  for (; i < num_rows; i += stride) {
-    const int number = static_cast<int>(i / num_heads);
-    if (number != first_entry) entry = MergeEntry(params, number, lane);
-    merge_row<Config, Variant>(params, operands, entry, static_cast<int>(i - int64_t{number} * num_heads),
-                               lane);
+  const uint32_t num_heads = params.num_qo_heads;
+  const int num_entries = __ldg(params.plan + kHeaderNumMerge);
+  const uint32_t stride = gridDim.x * (Config::kNumThreads / 32);
+  const uint32_t first = blockIdx.x * (Config::kNumThreads / 32) + (threadIdx.x >> 5);
+  int number = first / num_heads;
+  int head = first % num_heads;
+  bool waits = true;
+  while (number < num_entries) {
+    const MergeEntry entry(params, number, lane);
+    if (waits) wait_for_earlier_kernels();
+    waits = false;
+    merge_row<Config, Variant>(params, operands, entry, head, lane);
+    number += stride / num_heads;
+    head += stride % num_heads;
+    if (head >= params.num_qo_heads) {
+      head -= params.num_qo_heads;
+      ++number;
+    }
   }
 }
 

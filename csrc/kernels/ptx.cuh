@@ -43,6 +43,28 @@ JAXINFER_DEVICE int warp_index() {
   return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x >> 5), 0);
 }
 
+// Zero in all lanes, which no compiler knows: bit 31 of the mask of lower lanes.
+JAXINFER_DEVICE uint32_t opaque_zero() {
+  uint32_t lower;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(lower));
+  return lower >> 31;
+}
+
+// ---- global memory ----
+
+// Reads of data that no kernel running now writes, at this place of the program: the compiler moves __ldg behind the
+// branches that decide whether its result is needed, and then one trip to memory waits for another.
+JAXINFER_DEVICE int load_now(const int* from) {
+  int x;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+JAXINFER_DEVICE int4 load_now(const int4* from) {
+  int4 x;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+
 // ---- shared memory ----
 
 JAXINFER_DEVICE uint32_t shared_address(const void* pointer) {
@@ -131,14 +153,6 @@ JAXINFER_DEVICE void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-// Adds to a counter in global memory: what the CTA wrote before its last barrier is seen by whom sees the sum, and
-// what others wrote before they added is seen after. Returns the value before.
-JAXINFER_DEVICE uint32_t add_and_synchronize(uint32_t* counter, uint32_t x) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
-  return before;
 }
 
 // ---- fragments ----

@@ -5,24 +5,6 @@
 
 namespace jaxinfer {
 
-// Division of [0, 2^31) by a number that is only known at run time: a product and a shift.
-struct FastDivider {
-  uint32_t magic;
-  uint32_t shift;
-  int divisor;
-
-  FastDivider() = default;
-  JAXINFER_DEVICE explicit FastDivider(int d) : divisor(d) {
-    const uint32_t log = d <= 1 ? 0 : 32 - __clz(d - 1);  // ceil(log2(d))
-    shift = 31 + log;
-    // magic * d is in [2^shift, 2^shift + 2^log): the error stays under one for n < 2^31.
-    magic = static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / static_cast<uint32_t>(d));
-  }
-  JAXINFER_DEVICE int divide(int n) const {
-    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * magic >> shift);
-  }
-};
-
 // Where a warp stands in the items of its CTA's workers.
 struct CursorState {
   Item item;
@@ -31,18 +13,6 @@ struct CursorState {
   int worker;
   int next;  // items [next, end) of the queue are still to come
   int end;
-};
-
-// What all warps of a CTA keep in shared memory beside tiles and rings.
-struct CtaState {
-  FastDivider group_size;
-  FastDivider page_size;
-  FastDivider heads_or_queues;  // what worker numbers are divided by: heads when memory-bound, else queues
-  int num_workers;
-  int compute_bound;
-  int token_rows;  // rows of head_dim elements from one KV token of a page to the next
-  int page_rows;   // and from one page to the next
-  int unused[3];
 };
 
 // What each warp keeps by itself. It lies in shared memory where registers bound the tile, else in registers.
@@ -55,33 +25,30 @@ struct WarpState {
   const char* k_head;  // of the item being loaded: row 0 of its layer and KV head
   const char* v_head;
 };
-static_assert(sizeof(CtaState) == 64 && sizeof(WarpState) == 136, "jaxinfer/jit/tiles.py counts these bytes");
+static_assert(sizeof(WarpState) == 136, "jaxinfer/jit/tiles.py counts these bytes");
 
-// By all threads of the CTA, which then see it.
-JAXINFER_DEVICE void fill_cta_state(const AttentionParams& params, int cls, bool packed, CtaState& state) {
-  if (threadIdx.x == 0) {
-    const ClassFormat& format = params.format.classes[cls];
-    const int group_size = params.group_size();
-    const int num_heads = packed ? params.num_kv_heads : params.num_qo_heads;
-    state.group_size = FastDivider(group_size);
-    state.page_size = FastDivider(params.page_size);
-    state.compute_bound = format.is_compute_bound(group_size);
-    state.heads_or_queues = FastDivider(state.compute_bound ? format.num_queues : num_heads);
-    state.num_workers = format.num_queues * num_heads;
-    // Caches are dense, so that K and V differ in the length of a row alone.
-    state.token_rows = params.k_strides.token == params.head_dim_qk ? 1 : params.num_kv_heads;
-    state.page_rows = params.page_size * params.num_kv_heads;
-  }
-  cta_barrier();
+// What decides which queue and head a worker has.
+struct ClassFacts {
+  int num_heads;
+  bool compute_bound;
+};
+template <class Config>
+JAXINFER_DEVICE ClassFacts class_facts(const AttentionParams& params) {
+  ClassFormat format{};
+  format.tile = Config::kTile;
+  format.packed = Config::kPacked;
+  return ClassFacts{Config::kPacked ? params.num_kv_heads : params.num_qo_heads,
+                    format.is_compute_bound(params.group_divider.divisor)};
 }
 
 // Walks the items of this CTA's workers in order; every item is visited `passes` times in a row. By whole
 // warps.
 class ItemCursor {
  public:
-  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, int passes, const CtaState& cta,
+  // `class_facts`: of class `cls`, as far as they are known when the kernel is compiled.
+  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, const ClassFacts& class_facts, int passes,
                              CursorState& state)
-      : params_(params), cta_(cta), state_(state), cls_(cls), passes_(passes) {
+      : params_(params), class_(class_facts), state_(state), cls_(cls), passes_(passes) {
     state_.worker = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     state_.next = state_.end = 0;
     state_.pass = passes - 1;
@@ -114,18 +81,19 @@ class ItemCursor {
     } else {
       do {
         s.worker += static_cast<int>(gridDim.x);
-        if (s.worker >= cta_.num_workers) return false;
-        const int quotient = cta_.heads_or_queues.divide(s.worker);
-        const int rest = s.worker - quotient * cta_.heads_or_queues.divisor;
-        s.head = cta_.compute_bound ? quotient : rest;
-        const int queue = cta_.compute_bound ? rest : quotient;
+        if (s.worker >= format.num_queues * class_.num_heads) return false;
+        const uint32_t divisor = class_.compute_bound ? format.num_queues : class_.num_heads;
+        const int quotient = static_cast<uint32_t>(s.worker) / divisor;
+        const int rest = s.worker - quotient * divisor;
+        s.head = class_.compute_bound ? quotient : rest;
+        const int queue = class_.compute_bound ? rest : quotient;
         // These reads do not depend on each other, which makes a cold start one trip to memory shorter.
         const int32_t* indptr = params_.plan + format.queue_indptr;
         const int4* words = reinterpret_cast<const int4*>(params_.plan + format.queue_first) + queue * 2;
-        s.next = __ldg(indptr + queue);
-        s.end = __ldg(indptr + queue + 1);
-        low = __ldg(words);
-        high = __ldg(words + 1);
+        s.next = load_now(indptr + queue);
+        s.end = load_now(indptr + queue + 1);
+        low = load_now(words);
+        high = load_now(words + 1);
       } while (s.next >= s.end);
     }
     ++s.next;
@@ -138,7 +106,7 @@ class ItemCursor {
   }
 
   const AttentionParams& params_;
-  const CtaState& cta_;
+  ClassFacts class_;
   CursorState& state_;
   int cls_;
   int passes_;
@@ -149,7 +117,7 @@ class ItemCursor {
 template <bool kPacked>
 struct ItemRows {
   const CursorState& state;
-  const FastDivider& group;
+  const Divider& group;
 
   JAXINFER_DEVICE int num_rows() const {
     const int tokens = state.item.flags & 0xffff;
@@ -167,7 +135,7 @@ struct ItemRows {
 template <class Config>
 JAXINFER_DEVICE void write_empty(const AttentionParams& params, const Item& item, int head) {
   using Type = Element<Config::kDType>;
-  const int group_size = params.num_qo_heads / params.num_kv_heads;
+  const int group_size = params.group_divider.divisor;
   const int first_head = Config::kPacked ? head * group_size : head;
   const int num_heads = Config::kPacked ? group_size : 1;
   const int chunks = params.head_dim_vo / Type::kPerChunk;

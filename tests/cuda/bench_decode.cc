@@ -92,7 +92,7 @@ void run_decode_benchmarks(const Kernels& kernels) {
       run.make_plan(schedule, invariant);
       std::printf("%-11s %s", name.c_str(), invariant ? "inv " : schedule == Schedule::kLpt ? "lpt " : "runs");
       for (const Merge merge :
-           {Merge::kKernel, Merge::kDependentKernel, Merge::kLastArrival, Merge::kLastArrivalDependent}) {
+           {Merge::kAfter, Merge::kDependent, Merge::kNone}) {
         const double us = run.time(kernels, merge);
         std::printf("  %s %.2f us %.3f", merge_name(merge), us, run.bytes() / us * 1e-6);
       }
@@ -105,7 +105,7 @@ void run_decode_benchmarks(const Kernels& kernels) {
     BenchRun run(options);
     run.make_plan(Schedule::kRuns, false);
     std::printf("%-28s", name.c_str());
-    for (const Merge merge : {Merge::kDependentKernel, Merge::kLastArrival}) {
+    for (const Merge merge : {Merge::kDependent, Merge::kNone}) {
       const double us = run.time(kernels, merge);
       std::printf("  %s %.1f us %.3f", merge_name(merge), us, run.bytes() / us * 1e-6);
     }

@@ -78,8 +78,6 @@ class BenchRun {
     a_.partial_o = add(states * options_.head_dim_vo * 4).as<float>();
     a_.partial_max = add(states * 4).as<float>();
     a_.partial_sum = add(states * 4).as<float>();
-    a_.merge_counters =
-        add(int64_t{4} * a_.format.merge_capacity * options_.num_kv_heads).as<uint32_t>();
   }
 
   // Median time of a launch, in microseconds, from graphs of launches over all sets.

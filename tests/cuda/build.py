@@ -77,6 +77,7 @@ def build_kernel(folder: Path, line: str, arch: str, headers: bytes) -> str:
         "-cubin",
         *host,
         f"-I{ROOT}/csrc",
+        "--expt-relaxed-constexpr",  # as NVRTC compiles: host code is device code, too
         "-lineinfo",
         "-Xptxas=-v",
         "-diag-suppress=20012",

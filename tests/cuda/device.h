@@ -117,6 +117,12 @@ class Kernels {
     CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, built.entry.c_str()));
     CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, loaded.smem_bytes));
+    // Kernels that divide L1 and shared memory alike can follow each other without a pause.
+    if (std::getenv("NO_CARVEOUT") == nullptr) {
+      CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
+                                      cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
+    }
     return loaded;
   }
 
@@ -129,15 +135,14 @@ inline void launch(const LoadedKernel& kernel, int64_t grid, void** arguments, c
                               dim3(kernel.num_threads), arguments, kernel.smem_bytes, stream));
 }
 
-// How partial states are merged.
+// When the kernel that merges partial states may start.
 enum class Merge {
-  kKernel,           // by a kernel of its own
-  kDependentKernel,  // by one that may start before the attention kernel ends
-  kLastArrival,      // inside the attention kernel; counters are cleared by a memset
-  kLastArrivalDependent,  // the same, cleared by a kernel; the attention kernel may start before that ends
+  kAfter,      // when the attention kernel has ended
+  kDependent,  // before that, to wait on the GPU
+  kNone,       // never: what attention alone takes
 };
 inline const char* merge_name(Merge merge) {
-  constexpr const char* kNames[] = {"kernel", "pdl", "last", "last-pdl"};
+  constexpr const char* kNames[] = {"after", "pdl", "none"};
   return kNames[static_cast<int>(merge)];
 }
 
@@ -155,67 +160,19 @@ inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** ar
   CHECK_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.kernel), arguments));
 }
 
-inline LoadedKernel clear_kernel() {
-  static const char* const kText = R"(
-.version 8.0
-.target sm_90
-.address_size 64
-.visible .entry clear(.param .u64 to, .param .u32 count) {
-  .reg .pred %p;
-  .reg .b32 %i, %n, %step;
-  .reg .b64 %base, %at;
-  griddepcontrol.launch_dependents;
-  ld.param.u64 %base, [to];
-  ld.param.u32 %n, [count];
-  cvta.to.global.u64 %base, %base;
-  mov.u32 %i, %tid.x;
-  mov.u32 %step, %ntid.x;
-next:
-  setp.ge.u32 %p, %i, %n;
-  @%p bra done;
-  mad.wide.u32 %at, %i, 4, %base;
-  st.global.u32 [%at], 0;
-  add.u32 %i, %i, %step;
-  bra next;
-done:
-  ret;
-})";
-  static const LoadedKernel loaded = [] {
-    LoadedKernel kernel{nullptr, 256, 0};
-    cudaLibrary_t library;
-    CHECK_CUDA(cudaLibraryLoadData(&library, kText, nullptr, nullptr, 0, nullptr, nullptr, 0));
-    CHECK_CUDA(cudaLibraryGetKernel(&kernel.kernel, library, "clear"));
-    return kernel;
-  }();
-  return loaded;
-}
-
-// The launches of one attention call. params.merge_counters is set; it is used where `merge` says so.
+// The launches of one attention call.
 inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream, Merge merge) {
   int unused[2] = {0, 0};
-  const bool merges = params.format.merge_capacity > 0 && params.format.slot_capacity > 0;
-  const bool inside = merges && (merge == Merge::kLastArrival || merge == Merge::kLastArrivalDependent);
-  int num_counters = params.format.merge_capacity * params.num_kv_heads;
-  if (!inside) {
-    params.merge_counters = nullptr;
-  } else if (merge == Merge::kLastArrival) {
-    CHECK_CUDA(cudaMemsetAsync(params.merge_counters, 0, size_t{4} * num_counters, stream));
-  } else {
-    void* arguments[] = {&params.merge_counters, &num_counters};
-    launch(clear_kernel(), 1, arguments, stream);
-  }
   for (int cls = 0; cls < params.format.num_classes; ++cls) {
     void* arguments[] = {&params, &cls, unused};
-    const LoadedKernel& kernel = kernels.at(attention_spec(params, cls));
-    const bool dependent = inside && merge == Merge::kLastArrivalDependent && cls == 0;
-    (dependent ? launch_dependent : launch)(kernel, params.format.classes[cls].num_ctas, arguments, stream);
+    launch(kernels.at(attention_spec(params, cls)), params.format.classes[cls].num_ctas, arguments, stream);
   }
-  if (merges && !inside) {
+  if (merge != Merge::kNone && params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
     const LoadedKernel& kernel = kernels.at(merge_spec(params));
     const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
     const int64_t warps = kernel.num_threads / 32;
     void* arguments[] = {&params, unused};
-    (merge == Merge::kDependentKernel ? launch_dependent : launch)(
+    (merge == Merge::kDependent ? launch_dependent : launch)(
         kernel, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
   }
 }

@@ -282,6 +282,7 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
   a.variant.logits_soft_cap = o.logits_soft_cap;
   a.variant.window_left = o.window_left;
   a.variant.window_right = o.window_right;
+  a.set_dividers();
 }
 
 inline Problem make_problem(const Options& o, uint32_t seed) {
