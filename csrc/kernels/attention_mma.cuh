@@ -34,13 +34,14 @@ struct MmaSharedMemory {
   static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
 };
 
-// Sums of a stream's rows, float32 [kRows, kHeadDimVo], in the ring's free stage: 16-byte pieces, swizzled so that
-// writing fragments and reading rows both spread over the banks.
+// Sums of a stream's rows, float32 [kRows, kHeadDimVo], in the ring's free stage, as many rows as fit: 16-byte pieces,
+// swizzled so that writing fragments and reading rows both spread over the banks.
 template <class Config>
 struct StreamSums {
   static constexpr int kPitch = Config::kHeadDimVo * 4;
-  static_assert(Config::kStreams == 1 || Config::kTile * kPitch <= RingShape<Config>::kStageBytes,
-                "the sums of a stream fit into a stage of its ring");
+  static constexpr int kRoom = RingShape<Config>::kStageBytes / kPitch / 8 * 8;
+  static constexpr int kRows = kRoom < Config::kTile ? kRoom : Config::kTile;
+  static_assert(Config::kStreams == 1 || kRows > 0, "a stage holds rows of sums");
   static JAXINFER_DEVICE uint32_t offset(int row, int piece) {
     return static_cast<uint32_t>(row * kPitch + ((piece ^ (row & 7)) << 4));
   }
@@ -72,16 +73,17 @@ class MmaAttention {
         stream_(warp_index() / Config::kWarpsM),
         state_(state),
         rows_{state_.computing, params.group_divider},
-        ring_(params, cls, 1, state_, shared_address(memory + Shared::kRing),
+        cursor_(params, cls, class_facts<Config>(params), 1, state_.computing),
+        exists_(cursor_.next()),
+        ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
               reinterpret_cast<int*>(memory + Shared::kPosition), stream_, warp_, lane_),
         query_(shared_address(memory + Shared::kQuery), warp_, lane_),
         k_rows_((lane_ & 7) + (lane_ >> 4 << 3), lane_ >> 3 & 1),
         v_rows_(lane_ & 15, lane_ >> 4) {}
 
-  JAXINFER_DEVICE void run(int cls) {
-    ItemCursor cursor(params_, cls, class_facts<Config>(params_), 1, state_.computing);
-    while (cursor.next()) {
+  JAXINFER_DEVICE void run() {
+    for (bool exists = exists_; exists; exists = cursor_.next()) {
       if (item().bsr_row < 0) {
         write_empty<Config>(params_, item(), state_.computing.head);
       } else {
@@ -136,9 +138,14 @@ class MmaAttention {
       for (int r = 0; r < kRows; ++r) softmax_.l[r] = quad_sum(softmax_.l[r]);
     }
     if constexpr (Config::kStreams > 1) {
-      share_state();
-      cta_barrier();
-      store_merged();
+      stream_barrier();  // another warp may still read the stage's last block
+#pragma unroll 1
+      for (int first = 0; first < rows_.num_rows(); first += StreamSums<Config>::kRows) {
+        if (first > 0) cta_barrier();
+        share_state(first);
+        cta_barrier();
+        store_merged(first);
+      }
     } else {
       store();
     }
@@ -368,20 +375,20 @@ class MmaAttention {
     return reinterpret_cast<uint32_t*>(memory_ + Shared::kFreeStages);
   }
 
-  // This warp's rows to shared memory, for the merge of the streams. Idle rows stay away.
-  JAXINFER_DEVICE void share_state() {
-    stream_barrier();  // another warp may still read the stage's last block
+  // This warp's part of tile rows [first, first + StreamSums::kRows) to shared memory, for the merge of the streams.
+  // Idle rows stay away.
+  JAXINFER_DEVICE void share_state(int first) {
     const uint32_t sums = ring_.k_tile(free_stage());
     if (warp_ == 0 && lane_ == 0) free_stages()[stream_] = sums;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = tile_row(r);
-      if (row >= rows_.num_rows()) continue;
+      if (row < first || row >= min(first + StreamSums<Config>::kRows, rows_.num_rows())) continue;
       const int column = 2 * (lane() & 3);
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
         const float* const x = o_[r >> 1][j] + 2 * (r & 1);
-        store_shared(sums + StreamSums<Config>::offset(row, 2 * j + (column >> 2)) + (column & 3) * 4, x[0], x[1]);
+        store_shared(sums + StreamSums<Config>::offset(row - first, 2 * j + (column >> 2)) + (column & 3) * 4, x[0], x[1]);
       }
       if (Variant::kSoftmax && column == 0) {
         shared_states()[stream_ * Config::kTile + row] = make_float2(softmax_.m[r], softmax_.l[r]);
@@ -391,16 +398,18 @@ class MmaAttention {
 
   // Adds the states of the streams, always in the same order, and writes the result: a thread has four columns of a
   // row at a time.
-  JAXINFER_DEVICE void store_merged() {
+  JAXINFER_DEVICE void store_merged(int first) {
     constexpr int kQuads = Config::kHeadDimVo / 4;
-    for (int i = fresh_thread_index(); i < rows_.num_rows() * kQuads; i += Config::kNumThreads) {
-      const int row = i / kQuads;
+    const int num_rows = min(StreamSums<Config>::kRows, rows_.num_rows() - first);
+#pragma unroll 1
+    for (int i = fresh_thread_index(); i < num_rows * kQuads; i += Config::kNumThreads) {
+      const int row = first + i / kQuads;
       const int quad = i % kQuads;
       if (4 * quad >= params_.head_dim_vo) continue;
       float4 x[Config::kStreams];
 #pragma unroll
       for (int s = 0; s < Config::kStreams; ++s) {
-        x[s] = load_shared_float4(free_stages()[s] + StreamSums<Config>::offset(row, quad));
+        x[s] = load_shared_float4(free_stages()[s] + StreamSums<Config>::offset(row - first, quad));
       }
       float m = -infinity();
       float l = 0.0f;
@@ -517,6 +526,8 @@ class MmaAttention {
   int stream_;
   WarpState& state_;
   ItemRows<Config::kPacked> rows_;
+  ItemCursor cursor_;
+  bool exists_;  // the first item
   KvRing<Config> ring_;
   QueryFragments<Config> query_;
   MatrixAddress<Config::kHeadDimQk / 8> k_rows_;
@@ -538,7 +549,7 @@ JAXINFER_DEVICE void attention_mma(const AttentionParams& params, int cls, const
     state = reinterpret_cast<WarpState*>(memory + Shared::kWarpStates) + (threadIdx.x >> 5);
   }
   MmaAttention<Config, Variant> attention(params, cls, operands, memory, *state);
-  attention.run(cls);
+  attention.run();
 }
 
 }  // namespace jaxinfer

@@ -65,13 +65,14 @@ class SimtAttention {
         lane_(threadIdx.x & 31),
         stream_(threadIdx.x >> 5),
         state_(reinterpret_cast<WarpState*>(memory + Shared::kWarpStates)[threadIdx.x >> 5]),
-        ring_(params, cls, passes(params), state_, shared_address(memory + Shared::kRing),
+        cursor_(params, cls, class_facts<Config>(params), passes(params), state_.computing),
+        exists_(cursor_.next()),
+        ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
               reinterpret_cast<int*>(memory + Shared::kPosition), stream_, 0, lane_) {}
 
-  JAXINFER_DEVICE void run(int cls) {
-    ItemCursor cursor(params_, cls, class_facts<Config>(params_), passes(params_), state_.computing);
-    while (cursor.next()) {
+  JAXINFER_DEVICE void run() {
+    for (bool exists = exists_; exists; exists = cursor_.next()) {
       const CursorState& s = state_.computing;
       if (s.item.bsr_row >= 0) {
         run_item(s.item, s.head, s.pass);
@@ -368,6 +369,8 @@ class SimtAttention {
   int lane_;
   int stream_;
   WarpState& state_;
+  ItemCursor cursor_;
+  bool exists_;  // the first visit
   KvRing<Config> ring_;
   int stage_ = 0;  // of the block that comes next
   // Of the visit:
@@ -385,7 +388,7 @@ JAXINFER_DEVICE void attention_simt(const AttentionParams& params, int cls, cons
   extern __shared__ __align__(128) char memory[];
   allow_next_kernel();
   SimtAttention<Config, Variant> attention(params, cls, operands, memory);
-  attention.run(cls);
+  attention.run();
 }
 
 }  // namespace jaxinfer

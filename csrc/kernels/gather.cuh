@@ -52,11 +52,11 @@ class KvRing {
   static constexpr bool kReadOnce = Config::kPacked && Config::kTile < 128;
 
  public:
-  // `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
-  JAXINFER_DEVICE KvRing(const AttentionParams& params, int cls, int passes, WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
+  // `cursor` stands at the first item, if `exists`. `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
+  JAXINFER_DEVICE KvRing(const AttentionParams& params, const ItemCursor& cursor, bool exists, WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
                          int warp, int lane)
       : params_(params),
-        cursor_(params, cls, class_facts<Config>(params), passes, state.loading),
+        cursor_(cursor, state.loading),
         state_(state),
         data_(data + stream * Config::kStages * Shape::kStageBytes),
         present_(present + stream * Config::kStages * Config::kWarpsM),
@@ -64,7 +64,7 @@ class KvRing {
         stream_(stream),
         warp_(warp),
         lane_(lane) {
-    next_item();
+    enter_item(exists);
     look_up();
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) issue(i);
@@ -75,7 +75,7 @@ class KvRing {
     if (begin_ >= 0) {
       copy(stage);
       begin_ += Config::kStreams * Config::kBlockKV;
-      if (begin_ >= item().kv_end) next_item();
+      if (begin_ >= item().kv_end) enter_item(cursor_.next());
       look_up();
     }
     commit_copies();
@@ -99,15 +99,16 @@ class KvRing {
  private:
   JAXINFER_DEVICE const Item& item() const { return cursor_.state().item; }
 
-  // Moves to the next item with a block for this stream.
-  JAXINFER_DEVICE void next_item() {
-    do {
-      if (!cursor_.next()) {
-        begin_ = -1;
-        return;
-      }
+  // Goes to the first block of this stream from the cursor's item on, if that `exists`.
+  JAXINFER_DEVICE void enter_item(bool exists) {
+    for (; exists; exists = cursor_.next()) {
       begin_ = item().kv_begin + stream_ * Config::kBlockKV;
-    } while (begin_ >= item().kv_end);
+      if (begin_ < item().kv_end) break;
+    }
+    if (!exists) {
+      begin_ = -1;
+      return;
+    }
     const int head = cursor_.state().head;
     const int kv_head = Config::kPacked ? head : params_.group_divider.divide(head);
     const int64_t layer = params_.layer == nullptr ? 0 : *params_.layer;

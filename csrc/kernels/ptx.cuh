@@ -52,16 +52,11 @@ JAXINFER_DEVICE uint32_t opaque_zero() {
 
 // ---- global memory ----
 
-// Reads of data that no kernel running now writes, at this place of the program: the compiler moves __ldg behind the
-// branches that decide whether its result is needed, and then one trip to memory waits for another.
-JAXINFER_DEVICE int load_now(const int* from) {
-  int x;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(from));
-  return x;
-}
+// A read at this place of the program: the compiler moves others behind the branches that decide whether their results
+// are needed, and then one trip to memory waits for another.
 JAXINFER_DEVICE int4 load_now(const int4* from) {
   int4 x;
-  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
   return x;
 }
 

@@ -55,6 +55,17 @@ class ItemCursor {
     __syncwarp();
   }
 
+  // A cursor where another one stands.
+  JAXINFER_DEVICE ItemCursor(const ItemCursor& other, CursorState& state)
+      : params_(other.params_),
+        class_(other.class_),
+        state_(state),
+        cls_(other.cls_),
+        passes_(other.passes_) {
+    state_ = other.state_;
+    __syncwarp();
+  }
+
   JAXINFER_DEVICE const CursorState& state() const { return state_; }
 
   // Moves to the next visit; false when there is none, and then it must not be called again.
@@ -90,8 +101,8 @@ class ItemCursor {
         // These reads do not depend on each other, which makes a cold start one trip to memory shorter.
         const int32_t* indptr = params_.plan + format.queue_indptr;
         const int4* words = reinterpret_cast<const int4*>(params_.plan + format.queue_first) + queue * 2;
-        s.next = load_now(indptr + queue);
-        s.end = load_now(indptr + queue + 1);
+        s.next = __ldg(indptr + queue);
+        s.end = __ldg(indptr + queue + 1);
         low = load_now(words);
         high = load_now(words + 1);
       } while (s.next >= s.end);
@@ -144,8 +155,10 @@ JAXINFER_DEVICE void write_empty(const AttentionParams& params, const Item& item
     const int64_t row = int64_t{item.token_begin + t} * params.num_qo_heads + first_head;
     // The heads of a token are neighbours: their rows are one run of chunks.
     uint4* o = reinterpret_cast<uint4*>(params.o) + row * chunks;
+#pragma unroll 1
     for (int i = threadIdx.x; i < num_heads * chunks; i += Config::kNumThreads) o[i] = make_uint4(0, 0, 0, 0);
     if ((Config::kRules & kRuleSoftmax) != 0) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < num_heads; i += Config::kNumThreads) params.lse[row + i] = -infinity();
     }
   }
