@@ -130,6 +130,14 @@ struct AppendParams {
   int32_t page_size;
   CacheStrides k_strides;
   CacheStrides v_strides;
+  // By the 16-byte chunks of a row, for the kernel of GPUs: set_dividers.
+  Divider k_chunks;
+  Divider v_chunks;
+
+  void set_dividers() {
+    k_chunks = Divider(head_dim_qk * element_size / 16);
+    v_chunks = Divider(head_dim_vo * element_size / 16);
+  }
 };
 
 }  // namespace jaxinfer

@@ -280,6 +280,7 @@ inline ffi::Error make_params(AppendCall& call, bool hnd, bool has_layer, Append
   params->page_size = static_cast<int32_t>(k_shape.page_size);
   params->k_strides = k_shape.strides;
   params->v_strides = v_shape.strides;
+  params->set_dividers();
   return ffi::Error::Success();
 }
 

@@ -73,7 +73,7 @@ class MmaAttention {
         stream_(warp_index() / Config::kWarpsM),
         state_(state),
         rows_{state_.computing, params.group_divider},
-        cursor_(params, cls, class_facts<Config>(params), 1, state_.computing),
+        cursor_(params, cls, 1, state_.computing),
         exists_(cursor_.next()),
         ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
@@ -526,7 +526,7 @@ class MmaAttention {
   int stream_;
   WarpState& state_;
   ItemRows<Config::kPacked> rows_;
-  ItemCursor cursor_;
+  ItemCursor<Config> cursor_;
   bool exists_;  // the first item
   KvRing<Config> ring_;
   QueryFragments<Config> query_;

@@ -65,7 +65,7 @@ class SimtAttention {
         lane_(threadIdx.x & 31),
         stream_(threadIdx.x >> 5),
         state_(reinterpret_cast<WarpState*>(memory + Shared::kWarpStates)[threadIdx.x >> 5]),
-        cursor_(params, cls, class_facts<Config>(params), passes(params), state_.computing),
+        cursor_(params, cls, passes(params), state_.computing),
         exists_(cursor_.next()),
         ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
@@ -369,7 +369,7 @@ class SimtAttention {
   int lane_;
   int stream_;
   WarpState& state_;
-  ItemCursor cursor_;
+  ItemCursor<Config> cursor_;
   bool exists_;  // the first visit
   KvRing<Config> ring_;
   int stage_ = 0;  // of the block that comes next

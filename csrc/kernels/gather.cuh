@@ -53,7 +53,7 @@ class KvRing {
 
  public:
   // `cursor` stands at the first item, if `exists`. `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
-  JAXINFER_DEVICE KvRing(const AttentionParams& params, const ItemCursor& cursor, bool exists, WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
+  JAXINFER_DEVICE KvRing(const AttentionParams& params, const ItemCursor<Config>& cursor, bool exists, WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
                          int warp, int lane)
       : params_(params),
         cursor_(cursor, state.loading),
@@ -217,7 +217,7 @@ class KvRing {
   }
 
   const AttentionParams& params_;
-  ItemCursor cursor_;
+  ItemCursor<Config> cursor_;
   WarpState& state_;
   uint32_t data_;
   uint32_t* present_;

@@ -27,28 +27,13 @@ struct WarpState {
 };
 static_assert(sizeof(WarpState) == 136, "jaxinfer/jit/tiles.py counts these bytes");
 
-// What decides which queue and head a worker has.
-struct ClassFacts {
-  int num_heads;
-  bool compute_bound;
-};
-template <class Config>
-JAXINFER_DEVICE ClassFacts class_facts(const AttentionParams& params) {
-  ClassFormat format{};
-  format.tile = Config::kTile;
-  format.packed = Config::kPacked;
-  return ClassFacts{Config::kPacked ? params.num_kv_heads : params.num_qo_heads,
-                    format.is_compute_bound(params.group_divider.divisor)};
-}
-
 // Walks the items of this CTA's workers in order; every item is visited `passes` times in a row. By whole
 // warps.
+template <class Config>
 class ItemCursor {
  public:
-  // `class_facts`: of class `cls`, as far as they are known when the kernel is compiled.
-  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, const ClassFacts& class_facts, int passes,
-                             CursorState& state)
-      : params_(params), class_(class_facts), state_(state), cls_(cls), passes_(passes) {
+  JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, int passes, CursorState& state)
+      : params_(params), state_(state), cls_(cls), passes_(passes) {
     state_.worker = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     state_.next = state_.end = 0;
     state_.pass = passes - 1;
@@ -58,7 +43,6 @@ class ItemCursor {
   // A cursor where another one stands.
   JAXINFER_DEVICE ItemCursor(const ItemCursor& other, CursorState& state)
       : params_(other.params_),
-        class_(other.class_),
         state_(state),
         cls_(other.cls_),
         passes_(other.passes_) {
@@ -84,6 +68,10 @@ class ItemCursor {
  private:
   JAXINFER_DEVICE bool next_item(CursorState& s) {
     const ClassFormat& format = params_.format.classes[cls_];
+    // As far as they are known when the kernel is compiled.
+    const int num_heads = Config::kPacked ? params_.num_kv_heads : params_.num_qo_heads;
+    const bool compute_bound =
+        ClassFormat{Config::kTile, Config::kPacked}.is_compute_bound(params_.group_divider.divisor);
     int4 low, high;
     if (s.next < s.end) {
       const int4* words = reinterpret_cast<const int4*>(params_.plan + format.items) + int64_t{s.next} * 2;
@@ -92,12 +80,12 @@ class ItemCursor {
     } else {
       do {
         s.worker += static_cast<int>(gridDim.x);
-        if (s.worker >= format.num_queues * class_.num_heads) return false;
-        const uint32_t divisor = class_.compute_bound ? format.num_queues : class_.num_heads;
+        if (s.worker >= format.num_queues * num_heads) return false;
+        const uint32_t divisor = compute_bound ? format.num_queues : num_heads;
         const int quotient = static_cast<uint32_t>(s.worker) / divisor;
         const int rest = s.worker - quotient * divisor;
-        s.head = class_.compute_bound ? quotient : rest;
-        const int queue = class_.compute_bound ? rest : quotient;
+        s.head = compute_bound ? quotient : rest;
+        const int queue = compute_bound ? rest : quotient;
         // These reads do not depend on each other, which makes a cold start one trip to memory shorter.
         const int32_t* indptr = params_.plan + format.queue_indptr;
         const int4* words = reinterpret_cast<const int4*>(params_.plan + format.queue_first) + queue * 2;
@@ -117,7 +105,6 @@ class ItemCursor {
   }
 
   const AttentionParams& params_;
-  ClassFacts class_;
   CursorState& state_;
   int cls_;
   int passes_;

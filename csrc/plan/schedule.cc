@@ -267,7 +267,7 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
       return tile_cost(c, tiles[c][i], tiles[c][i].kv_end - tiles[c][i].kv_begin);
     };
     sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
-    if (request.schedule == Schedule::kRuns) {
+    if (request.schedule == Schedule::kRuns && !by_section) {
       schedule_runs(tiles[c], scratch.order, costs, queues_used[c], total_cost[c], &scratch.heap, &classes[c]);
     } else {
       int64_t largest_own = 0;

@@ -159,6 +159,7 @@ bool test_append(const Kernels& kernels, DType dtype) {
       a.page_size = page_size;
       a.k_strides = make_strides(o, num_pages, qk);
       a.v_strides = make_strides(o, num_pages, vo);
+      a.set_dividers();
       auto random = [&](int64_t elements) {
         Bytes x(elements * size);
         for (uint8_t& byte : x) byte = static_cast<uint8_t>(rng());
