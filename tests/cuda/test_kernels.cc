@@ -1,7 +1,7 @@
 // Runs the CUDA kernels and the CPU executor on the same plans and compares. Built by build.py, which also
 // compiles the kernels that `--list` names.
 //
-//   test_kernels --list | FOLDER [filter] | FOLDER sanitize | FOLDER bench [filter] | FOLDER decode
+//   test_kernels --list | FOLDER [filter | append] | FOLDER sanitize | FOLDER bench [filter] | FOLDER decode
 //
 // sanitize: a tenth of the cases, once each, and the appends; a sanitizer makes everything a hundred times
 // slower.
@@ -249,7 +249,7 @@ int main(int argc, char** argv) {
     }
     failed += ok ? 0 : 1;
   }
-  if (mode.empty() || sanitize) {
+  if (mode.empty() || mode == "append" || sanitize) {
     for (const DType dtype : {DType::kBF16, DType::kF32}) failed += test_append(kernels, dtype) ? 0 : 1;
   }
   std::printf("%d of %d cases failed\n", failed, number_run);
