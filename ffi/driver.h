@@ -27,7 +27,26 @@ enum DeviceAttribute : int {
   kMaxSharedMemoryPerBlockOptin = 97,
 };
 
-enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
+enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8, kPreferredSharedMemoryCarveout = 9 };
+constexpr int kMaxShared = 100;  // a carveout, in percent
+
+enum LaunchAttributeId : int { kProgrammaticStreamSerialization = 6 };
+
+struct LaunchAttribute {  // CUlaunchAttribute
+  LaunchAttributeId id;
+  int padding;
+  int value;
+  char unused[60];
+};
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
 
 // The oldest driver whose interface we use, as cuDriverGetVersion counts: 12.0.
 constexpr int kMinDriverVersion = 12000;
@@ -50,9 +69,7 @@ struct Api {
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*func_set_attribute)(Function function, FunctionAttribute attribute, int value);
   Result (*func_load)(Function function);  // null before driver 12.4
-  Result (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                          Stream stream, void** params, void** extra);
+  Result (*launch_kernel)(const LaunchConfig* config, Function function, void** params, void** extra);
 };
 
 // The driver of this machine, or why there is none; settled once.

@@ -84,8 +84,7 @@ _MMA: dict[int, dict[tuple[int, int], _Shape]] = {
 _SIMT = _Shape(1, 4, 8, 3, 2, False)
 _SIMT_ROWS = 8  # kSimtMaxRows of attention_simt.cuh
 
-# sizeof(CtaState) and sizeof(WarpState) of work.cuh.
-_CTA_STATE = 32
+# sizeof(WarpState) of work.cuh.
 _WARP_STATE = 136
 
 _KB = 1024
@@ -179,13 +178,15 @@ def _smem_bytes(shape: _Shape, dims: tuple[int, int], tile: int, element_size: i
     stages = shape.streams * shape.stages
     ring = stages * shape.block_kv * (head_dim_qk + head_dim_vo) * element_size
     flags = stages * (shape.block_kv * 4 + shape.warps_m * 4)
-    bookkeeping = _CTA_STATE + shape.streams * shape.warps_m * _WARP_STATE
+    bookkeeping = 0
+    if tile not in (16, 32):
+        bookkeeping = shape.streams * shape.warps_m * _WARP_STATE
     if tile == 1:
         query = _SIMT_ROWS * head_dim_qk * 4
         states = shape.streams * _SIMT_ROWS * (head_dim_vo * 4 + 8)
     else:
         query = tile * head_dim_qk * 2
-        states = shape.streams // 2 * tile * ((head_dim_vo + 8) * 4 + 8) + tile * 8
+        states = tile * 8 + (shape.streams * tile * 8 + 16 if shape.streams > 1 else 0)
     return query + ring + states + flags + bookkeeping
 
 

@@ -7,6 +7,7 @@ Kernel texts are rendered by jaxinfer.jit, which is loaded without the rest of t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -36,7 +37,7 @@ def build_program(folder: Path, jobs: ThreadPoolExecutor) -> Path:
     sources = [
         *(ROOT / "csrc/plan").glob("*.cc"),
         *(ROOT / "csrc/cpu").glob("*.cc"),
-        *(ROOT / "tests/cuda" / name for name in ("test_kernels.cc", "bench.cc")),
+        *(ROOT / "tests/cuda" / name for name in ("test_kernels.cc", "bench.cc", "bench_decode.cc")),
     ]
 
     def compile_one(source: Path) -> str:
@@ -57,11 +58,16 @@ def build_program(folder: Path, jobs: ThreadPoolExecutor) -> Path:
     return program
 
 
-def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
-    """Compiles one spec; returns its line of the manifest and reports registers and spills."""
+def build_kernel(folder: Path, line: str, arch: str, headers: bytes) -> str:
+    """Compiles one spec, unless its text and the headers are those of a cubin that is there; returns its line of the
+    manifest and reports registers and spills."""
     spec = import_module("jit.spec").KernelSpec.from_json(line)
     rendered = import_module("jit.render").render(spec, arch)
-    source, cubin = folder / f"k{index}.cu", f"k{index}.cubin"
+    key = hashlib.sha256(rendered.text.encode() + headers + arch.encode()).hexdigest()[:16]
+    source, cubin = folder / f"{key}.cu", f"{key}.cubin"
+    entry = "\t".join([line, cubin, rendered.entry, str(rendered.num_threads), str(rendered.smem_bytes)])
+    if (folder / cubin).exists():
+        return entry
     source.write_text(rendered.text)
     host = ["-ccbin", "gcc-12"] if os.path.exists("/usr/bin/gcc-12") else []
     log = run(
@@ -71,6 +77,7 @@ def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
         "-cubin",
         *host,
         f"-I{ROOT}/csrc",
+        "--expt-relaxed-constexpr",  # as NVRTC compiles: host code is device code, too
         "-lineinfo",
         "-Xptxas=-v",
         "-diag-suppress=20012",
@@ -85,7 +92,7 @@ def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
         + (f", SPILLS {spills.group(1)} bytes" if spills and spills.group(1) != "0" else ""),
         flush=True,
     )
-    return "\t".join([line, cubin, rendered.entry, str(rendered.num_threads), str(rendered.smem_bytes)])
+    return entry
 
 
 def main() -> None:
@@ -99,7 +106,8 @@ def main() -> None:
         program = build_program(folder, jobs)
         specs = run(str(program), "--list").split("\n")
         specs = list(dict.fromkeys(line for line in specs if line))
-        lines = list(jobs.map(lambda item: build_kernel(folder, item[0], item[1], arch), enumerate(specs)))
+        headers = b"".join(f.read_bytes() for f in sorted(ROOT.glob("csrc/**/*.*h")))
+        lines = list(jobs.map(lambda line: build_kernel(folder, line, arch, headers), specs))
     (folder / "manifest.tsv").write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} kernels in {folder}")
 

@@ -117,6 +117,12 @@ class Kernels {
     CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, built.entry.c_str()));
     CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, loaded.smem_bytes));
+    // Kernels that divide L1 and shared memory alike can follow each other without a pause.
+    if (std::getenv("NO_CARVEOUT") == nullptr) {
+      CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
+                                      cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
+    }
     return loaded;
   }
 
@@ -129,19 +135,45 @@ inline void launch(const LoadedKernel& kernel, int64_t grid, void** arguments, c
                               dim3(kernel.num_threads), arguments, kernel.smem_bytes, stream));
 }
 
-// The launches of one attention call, as the FFI handler makes them.
-inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream) {
+// When the kernel that merges partial states may start.
+enum class Merge {
+  kAfter,      // when the attention kernel has ended
+  kDependent,  // before that, to wait on the GPU
+  kNone,       // never: what attention alone takes
+};
+inline const char* merge_name(Merge merge) {
+  constexpr const char* kNames[] = {"after", "pdl", "none"};
+  return kNames[static_cast<int>(merge)];
+}
+
+inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** arguments, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(kernel.num_threads);
+  config.dynamicSmemBytes = kernel.smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  CHECK_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.kernel), arguments));
+}
+
+// The launches of one attention call.
+inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream, Merge merge) {
   int unused[2] = {0, 0};
   for (int cls = 0; cls < params.format.num_classes; ++cls) {
     void* arguments[] = {&params, &cls, unused};
     launch(kernels.at(attention_spec(params, cls)), params.format.classes[cls].num_ctas, arguments, stream);
   }
-  if (params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
-    const LoadedKernel& merge = kernels.at(merge_spec(params));
+  if (merge != Merge::kNone && params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
+    const LoadedKernel& kernel = kernels.at(merge_spec(params));
     const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
-    const int64_t warps = merge.num_threads / 32;
+    const int64_t warps = kernel.num_threads / 32;
     void* arguments[] = {&params, unused};
-    launch(merge, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
+    (merge == Merge::kDependent ? launch_dependent : launch)(
+        kernel, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
   }
 }
 
