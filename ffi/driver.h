@@ -27,8 +27,7 @@ enum DeviceAttribute : int {
   kMaxSharedMemoryPerBlockOptin = 97,
 };
 
-enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8, kPreferredSharedMemoryCarveout = 9 };
-constexpr int kMaxShared = 100;  // a carveout, in percent
+enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
 
 enum LaunchAttributeId : int { kProgrammaticStreamSerialization = 6 };
 

@@ -90,12 +90,6 @@ std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kerne
       !error.empty()) {
     return error;
   }
-  // Kernels that divide L1 and shared memory alike follow each other without a pause, and can run side by side.
-  if (auto error = describe(api.func_set_attribute(kernel->function, kPreferredSharedMemoryCarveout, kMaxShared),
-                            "cuFuncSetAttribute");
-      !error.empty()) {
-    return error;
-  }
   // With lazy loading the code would otherwise be copied at the first launch, which may be inside a graph
   // capture.
   return api.func_load == nullptr ? "" : describe(api.func_load(kernel->function), "cuFuncLoad");

@@ -97,6 +97,11 @@ class KvRing {
   JAXINFER_DEVICE const int* positions(int stage) const { return positions_ + stage * Config::kBlockKV; }
 
  private:
+  // With 32 rows per warp registers are scarce, so there both are read again where needed.
+  static constexpr bool kFresh = Config::kTile == 32 * Config::kWarpsM;
+  JAXINFER_DEVICE int lane() const { return kFresh ? fresh_thread_index() & 31 : lane_; }
+  JAXINFER_DEVICE int warp() const { return kFresh ? (fresh_thread_index() >> 5) % Config::kWarpsM : warp_; }
+
   JAXINFER_DEVICE const Item& item() const { return cursor_.state().item; }
 
   // Goes to the first block of this stream from the cursor's item on, if that `exists`.
@@ -120,7 +125,7 @@ class KvRing {
   }
 
   // Index in the row's list of this lane's row of the next block.
-  JAXINFER_DEVICE int lane_index() const { return begin_ + warp_ * Shape::kRowsPerWarp + lane_; }
+  JAXINFER_DEVICE int lane_index() const { return begin_ + warp() * Shape::kRowsPerWarp + lane(); }
 
   // Reads the page id of this lane's row of the next block: early, because the copies of that block wait for
   // it.
@@ -134,7 +139,7 @@ class KvRing {
   }
 
   JAXINFER_DEVICE bool lane_has_row() const {
-    return begin_ >= 0 && lane_ < Shape::kRowsPerWarp && lane_index() < item().kv_end;
+    return begin_ >= 0 && lane() < Shape::kRowsPerWarp && lane_index() < item().kv_end;
   }
 
   JAXINFER_DEVICE void copy(int stage) {
@@ -151,12 +156,12 @@ class KvRing {
       const bool hnd = params_.k_strides.token == params_.head_dim_qk;
       lane_row += static_cast<uint32_t>(in_page * (hnd ? 1 : params_.num_kv_heads));
       if (params_.block_pos != nullptr && in_pool) {
-        positions_[stage * Config::kBlockKV + warp_ * Shape::kRowsPerWarp + lane_] =
+        positions_[stage * Config::kBlockKV + warp() * Shape::kRowsPerWarp + lane()] =
             __ldg(params_.block_pos + int64_t{item().table_begin} + block) + in_page;
       }
     }
     const uint32_t present = __ballot_sync(kFullWarp, in_pool);
-    if (lane_ == 0) present_[stage * Config::kWarpsM + warp_] = present;
+    if (lane() == 0) present_[stage * Config::kWarpsM + warp()] = present;
     // Where ptxas 13.0 sees that a stage is the same for all lanes, it gives LDGSTS a uniform register for it, and an
     // H200 ends in an illegal instruction.
     const uint32_t tile = k_tile(stage) ^ opaque_zero();
@@ -174,7 +179,7 @@ class KvRing {
   JAXINFER_DEVICE void copy_rows(uint32_t tile, uint32_t lane_row, uint32_t present) {
     constexpr int kRows = 32 / kRowLanes;  // of one instruction
     constexpr int kGroups = (Shape::kRowsPerWarp + kRows - 1) / kRows;
-    const uint32_t column = lane_ % kRowLanes;
+    const uint32_t column = lane() % kRowLanes;
     const uint32_t k_bytes = params_.head_dim_qk * Type::kBytes;
     const uint32_t v_bytes = params_.head_dim_vo * Type::kBytes;
     const uint64_t policy = make_policy(kReadOnce);
@@ -183,7 +188,7 @@ class KvRing {
     // Blocks in part are few: less code is worth more than a faster loop, because every launch fetches it anew.
 #pragma unroll(kWhole ? kGroups : 1)
     for (int g = 0; g < kGroups; ++g) {
-      const int row = g * kRows + lane_ / kRowLanes;
+      const int row = g * kRows + lane() / kRowLanes;
       const uint64_t shared_row = __shfl_sync(kFullWarp, lane_row, row & 31);
       if (Shape::kRowsPerWarp % kRows != 0 && row >= Shape::kRowsPerWarp) continue;
       const bool row_present = kWhole || (present >> row & 1) != 0;
@@ -199,8 +204,8 @@ class KvRing {
   template <bool kWhole, int kChunks>
   JAXINFER_DEVICE void copy_row(uint32_t tile, int first_row, const char* from, bool row_present,
                                 int chunks, uint64_t policy) {
-    const int column = lane_ % kRowLanes;
-    const int row = warp_ * Shape::kRowsPerWarp + lane_ / kRowLanes;
+    const int column = lane() % kRowLanes;
+    const int row = warp() * Shape::kRowsPerWarp + lane() / kRowLanes;
 #pragma unroll
     for (int first = 0; first < kChunks; first += kRowLanes) {
       const int chunk = first + column;

@@ -1,5 +1,5 @@
-// Merges the partial states that attention kernels left: one warp per (merge entry, query head), the entry's
-// slots in ascending KV position. Writes the final o and lse; without softmax partial results add up.
+// Merges the partial states that attention kernels left: one warp per (merge entry, query head, 32 columns), the
+// entry's slots in ascending KV position. Writes the final o and lse; without softmax partial results add up.
 #pragma once
 
 #include "kernels/ptx.cuh"
@@ -13,7 +13,7 @@ struct MergeEntry {
   int token;
   int begin;  // slots [begin, end) of the merge list
   int end;
-  int slot;  // slot begin + lane, or 0
+  int slot;  // slot begin + lane, or the last one
 
   JAXINFER_DEVICE MergeEntry(const AttentionParams& params, int entry, int lane)
       : token(__ldg(params.plan + params.format.merge_token + entry)),
@@ -22,132 +22,119 @@ struct MergeEntry {
         slot(load_slot(params, begin + lane)) {}
 
   JAXINFER_DEVICE int load_slot(const AttentionParams& params, int i) const {
-    return i < end ? __ldg(params.plan + params.format.merge_slots + i) : 0;
+    return __ldg(params.plan + params.format.merge_slots + min(i, end - 1));
   }
 };
 
-// The final row of an entry and head, by one warp. Up to kBatch partial rows are on their way at a time: one
-// after the other they would cost a trip to L2 each (16 splits 2.3 us, 32 splits 7 us on an H200).
+// Column `column` of the final row of an entry and head; a lane each, and 32 slots' values of it are on their way at a
+// time: one after the other they would cost a trip to L2 each (16 slots 2.3 us, 32 slots 7 us on an H200). Writes
+// nothing unless the partial states `exist`.
 template <class Config, class Variant>
-JAXINFER_DEVICE void merge_row(const AttentionParams& params, const VariantOperands& operands,
-                               const MergeEntry& entry, int head, int lane) {
-  using Type = Element<Config::kDType>;
-  constexpr int kPieces = (Config::kHeadDimVo + 127) / 128;  // a lane holds four elements of each
-  constexpr int kBatch = 16 / kPieces;
+JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantOperands& operands,
+                                   const MergeEntry& entry, int head, int column, int lane, bool exist) {
   const int num_heads = params.num_qo_heads;
-  // Where this lane's slot and head are among the rows of partial states, and what they hold.
-  int64_t at = int64_t{entry.slot} * num_heads + head;
-  float max = -infinity();
-  float sum = 0.0f;
+  const bool has_column = column < params.head_dim_vo;
+  const float* const from = params.partial_o + (has_column ? column : 0);
+  float o = 0.0f;
+  float total = 0.0f;  // of this lane's slots
   float m = -infinity();
-  const auto load_state = [&](int i) {
-    max = i < entry.end ? __ldcg(params.partial_max + at) : -infinity();
-    sum = i < entry.end ? __ldcg(params.partial_sum + at) : 0.0f;
-  };
-  if constexpr (Variant::kSoftmax) load_state(entry.begin + lane);
-  float total = 0.0f;
-  float o[kPieces][4] = {};
-  for (int first = entry.begin; first < entry.end; first += 32) {
-    if (first > entry.begin) {
-      at = int64_t{entry.load_slot(params, first + lane)} * num_heads + head;
-      if constexpr (Variant::kSoftmax) load_state(first + lane);
+  int slot = entry.slot;
+  int first = entry.begin;
+  do {
+    const int count = min(entry.end - first, 32);
+    const int64_t at = int64_t{slot} * num_heads + head;
+    // Head dims are multiples of 8, so that 32 bits hold where a slot's row starts.
+    const uint32_t row_start = static_cast<uint32_t>(at * (params.head_dim_vo / 8));
+    float max = 0.0f;
+    float sum = 0.0f;
+    if constexpr (Variant::kSoftmax) {
+      max = __ldcg(params.partial_max + at);
+      sum = lane < count ? __ldcg(params.partial_sum + at) : 0.0f;
     }
-#pragma unroll 1
-    for (int base = 0; base < 32 && first + base < entry.end; base += kBatch) {
-      float4 x[kBatch][kPieces];
+    float x[32];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const float4* const from =
-            reinterpret_cast<const float4*>(params.partial_o + shuffle(at, base + i) * params.head_dim_vo);
-#pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
-          const int piece = lane + 32 * p;
-          const bool exists = first + base + i < entry.end && piece * 4 < params.head_dim_vo;
-          x[i][p] = exists ? __ldcg(from + piece) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-      }
-      if (Variant::kSoftmax && first + base == entry.begin) {
+    for (int i = 0; i < 32; ++i) {
+      const uint64_t start = __shfl_sync(kFullWarp, row_start, i);
+      // Eight at once, because a predicate for each would not fit into registers: behind the last slot, that one again.
+      x[i] = i / 8 * 8 < count ? __ldcg(from + start * 8) : 0.0f;
+    }
+    float weight = lane < count ? 1.0f : -1.0f;  // of this lane's slot; below 0: leave it out
+    if constexpr (Variant::kSoftmax) {
+      if (first == entry.begin) {
         m = max;
-        for (int i = entry.begin + 32 + lane; i < entry.end; i += 32) {
+#pragma unroll 1
+        for (int i = first + 32 + lane; i < entry.end; i += 32) {
           m = fmaxf(m, __ldcg(params.partial_max + int64_t{entry.load_slot(params, i)} * num_heads + head));
         }
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) m = fmaxf(m, shuffle_xor(m, mask));
       }
-      const float lane_weight = sum == 0.0f ? 0.0f : exp2_fast((max - m) * kLog2e);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + base + i >= entry.end) break;
-        float weight = 1.0f;
-        bool empty = false;
-        if constexpr (Variant::kSoftmax) {
-          const float slot_sum = __shfl_sync(kFullWarp, sum, base + i);
-          weight = __shfl_sync(kFullWarp, lane_weight, base + i);
-          empty = slot_sum == 0.0f;  // left out by selection: whatever its o holds cannot leak
-          total = empty ? total : fmaf(weight, slot_sum, total);
-        }
-#pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
-          o[p][0] = empty ? o[p][0] : fmaf(weight, x[i][p].x, o[p][0]);
-          o[p][1] = empty ? o[p][1] : fmaf(weight, x[i][p].y, o[p][1]);
-          o[p][2] = empty ? o[p][2] : fmaf(weight, x[i][p].z, o[p][2]);
-          o[p][3] = empty ? o[p][3] : fmaf(weight, x[i][p].w, o[p][3]);
-        }
-      }
+      // A piece that saw nothing is left out: whatever its o holds cannot leak.
+      const bool empty = sum == 0.0f;
+      weight = empty ? -1.0f : exp2_fast((max - m) * kLog2e);
+      total = empty ? total : fmaf(weight, sum, total);
     }
-  }
-  const int64_t row = int64_t{entry.token} * num_heads + head;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float slot_weight = __shfl_sync(kFullWarp, weight, i);
+      o = slot_weight < 0.0f ? o : fmaf(slot_weight, x[i], o);
+    }
+    first += 32;
+    if (first < entry.end) slot = entry.load_slot(params, first + lane);
+  } while (first < entry.end);
   float inverse = 1.0f;
   if constexpr (Variant::kSoftmax) {
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) total += shuffle_xor(total, mask);
     inverse = total == 0.0f ? 0.0f : 1.0f / total;
-    if (lane == 0) params.lse[row] = total == 0.0f ? -infinity() : m + log2_fast(total) * kLn2;
   }
-#pragma unroll
-  for (int p = 0; p < kPieces; ++p) {
-    const int dim = 4 * (lane + 32 * p);
-    if (dim >= params.head_dim_vo) continue;
-    float x[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = o[p][e] * inverse;
-    if constexpr (Variant::kOutput) {
-      const Row output_row{-1, entry.token, params.q_pos[entry.token], head,
-                           params.group_divider.divide(head)};
-      Variant(params, operands, output_row).output(x, dim, output_row);
-    }
-    if constexpr (Config::kDType == DType::kF32) {
-      *reinterpret_cast<float4*>(static_cast<float*>(params.o) + row * params.head_dim_vo + dim) =
-          make_float4(x[0], x[1], x[2], x[3]);
-    } else {
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.o) + row * params.head_dim_vo + dim) =
-          make_uint2(Type::pack_pair(x[0], x[1]), Type::pack_pair(x[2], x[3]));
-    }
+  if (!exist || !has_column) return;
+  const int64_t row = int64_t{entry.token} * num_heads + head;
+  if (Variant::kSoftmax && column == 0) {
+    params.lse[row] = total == 0.0f ? -infinity() : m + log2_fast(total) * kLn2;
+  }
+  float result[1] = {o * inverse};
+  if constexpr (Variant::kOutput) {
+    const Row output_row{-1, entry.token, params.q_pos[entry.token], head, params.group_divider.divide(head)};
+    Variant(params, operands, output_row).output(result, column, output_row);
+  }
+  const int64_t to = row * params.head_dim_vo + column;
+  if constexpr (Config::kDType == DType::kF32) {
+    static_cast<float*>(params.o)[to] = result[0];
+  } else {
+    static_cast<uint16_t*>(params.o)[to] =
+        static_cast<uint16_t>(Element<Config::kDType>::pack_pair(result[0], result[0]));
   }
 }
 
-// A kernel of its own, behind the attention kernels. Where it may start before they end, it reads the plan
-// meanwhile.
+// A kernel of its own, behind the attention kernels. Where it may start before they end, it reads the plan meanwhile,
+// and runs once for nothing: a first run fetches code and address translations, which takes longer than the merge does.
 template <class Config, class Variant>
 JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands& operands) {
   const int lane = threadIdx.x & 31;
-  const uint32_t num_heads = params.num_qo_heads;
+  const uint32_t num_warps = gridDim.x * (Config::kNumThreads / 32);
+  const uint32_t pieces = static_cast<uint32_t>(params.head_dim_vo + 31) / 32;
+  const uint32_t entry_pieces = pieces * params.num_qo_heads;
   const int num_entries = __ldg(params.plan + kHeaderNumMerge);
-  const uint32_t stride = gridDim.x * (Config::kNumThreads / 32);
-  const uint32_t first = blockIdx.x * (Config::kNumThreads / 32) + (threadIdx.x >> 5);
-  int number = first / num_heads;
-  int head = first % num_heads;
-  bool waits = true;
-  while (number < num_entries) {
+  const uint64_t all = static_cast<uint64_t>(num_entries) * entry_pieces;
+  bool waited = !kStartsEarly;
+  for (uint64_t i = blockIdx.x * (Config::kNumThreads / 32) + (threadIdx.x >> 5); i < all; i += num_warps) {
+    const auto number = static_cast<int>(i / entry_pieces);
+    const auto rest = static_cast<uint32_t>(i - static_cast<uint64_t>(number) * entry_pieces);
+    const auto head = static_cast<int>(rest / pieces);
+    const int column = 32 * static_cast<int>(rest - head * pieces) + lane;
     const MergeEntry entry(params, number, lane);
-    if (waits) wait_for_earlier_kernels();
-    waits = false;
-    merge_row<Config, Variant>(params, operands, entry, head, lane);
-    number += stride / num_heads;
-    head += stride % num_heads;
-    if (head >= params.num_qo_heads) {
-      head -= params.num_qo_heads;
-      ++number;
+#pragma unroll 1
+    for (bool exist = waited;; exist = true) {
+      merge_columns<Config, Variant>(params, operands, entry, head, column, lane, exist);
+      if (exist) break;
+      wait_for_earlier_kernels();
+      waited = true;
     }
   }
+  // What comes next on the stream waits for this kernel alone, which must not end before the attention kernels, even
+  // without any entry.
+  if (blockIdx.x == 0) wait_for_earlier_kernels();
 }
 
 }  // namespace jaxinfer

@@ -135,8 +135,13 @@ JAXINFER_DEVICE void group_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// Where a kernel may start before earlier ones of its stream end (programmatic dependent launch), from 9.0 on;
-// elsewhere both do nothing.
+// Where a kernel may start before earlier ones of its stream end (programmatic dependent launch): from 9.0 on.
+// Elsewhere the two functions below do nothing.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kStartsEarly = true;
+#else
+constexpr bool kStartsEarly = false;
+#endif
 // Ends when all earlier kernels have ended and their results can be read.
 JAXINFER_DEVICE void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900

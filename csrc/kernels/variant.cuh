@@ -11,13 +11,15 @@
 // Config holds kDType, kHeadDimQk and kHeadDimVo (padded), kTile, kPacked, kContiguous, kRules, kNumThreads,
 // kMinCtas, kSmemBytes and the tile table's constants (jaxinfer/jit/tiles.py).
 //
-// A variant has
-//   Variant(const AttentionParams&, const VariantOperands&, const Row&)      scalars to registers, once per
-//   row float logits(float s, const Row&, const Col&) const                      s = sm_scale * q.k, before
-//   masking bool mask(const Row&, const Col&) const                                  true = may attend
+// A variant has, beside its flags:
+//   Variant(const AttentionParams&, const VariantOperands&, const Row&): scalars to registers, once per row
+//   float logits(float s, const Row&, const Col&) const: s is sm_scale * q.k, before masking
+//   bool mask(const Row&, const Col&) const: true where the row may attend
 //   template <int kCount> void query(float (&x)[kCount], int dim, const Row&) const
-//   template <int kCount> void key(float (&x)[kCount], int dim, const Row&, const Col&) const      and value
+//   template <int kCount> void key(float (&x)[kCount], int dim, const Row&, const Col&) const
+//   template <int kCount> void value(float (&x)[kCount], int dim, const Row&, const Col&) const
 //   template <int kCount> void output(float (&x)[kCount], int dim, const Row&) const
+//
 // The last four see kCount consecutive elements of a row, from element `dim` on, and change them in place.
 // Query, key and value see them before they are used, rounded to the element type afterwards; key and value
 // get any row of the item (its request and kv_head hold, its query token does not matter). Output sees the

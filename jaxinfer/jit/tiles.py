@@ -153,8 +153,11 @@ def tile_config(
 
 
 def merge_config(*, dtype: str, head_dim_vo: int) -> TileConfig:
-    """Geometry of the merge: one warp per (merge entry, query head)."""
-    return TileConfig(num_threads=128)
+    """Geometry of the merge: one warp per (merge entry, query head, 32 columns).
+
+    Two warps: three such CTAs find registers beside two attention CTAs, which they wait for.
+    """
+    return TileConfig(num_threads=64)
 
 
 def append_config() -> TileConfig:

@@ -117,12 +117,6 @@ class Kernels {
     CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, built.entry.c_str()));
     CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, loaded.smem_bytes));
-    // Kernels that divide L1 and shared memory alike can follow each other without a pause.
-    if (std::getenv("NO_CARVEOUT") == nullptr) {
-      CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
-                                      cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared));
-    }
     return loaded;
   }
 
@@ -169,11 +163,11 @@ inline void launch_attention(const Kernels& kernels, AttentionParams params, cud
   }
   if (merge != Merge::kNone && params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
     const LoadedKernel& kernel = kernels.at(merge_spec(params));
-    const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
-    const int64_t warps = kernel.num_threads / 32;
+    const int64_t warps = int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 31) / 32);
+    const int64_t per_cta = kernel.num_threads / 32;
     void* arguments[] = {&params, unused};
     (merge == Merge::kDependent ? launch_dependent : launch)(
-        kernel, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
+        kernel, std::min<int64_t>((warps + per_cta - 1) / per_cta, 1056), arguments, stream);
   }
 }
 
