@@ -44,8 +44,8 @@ struct CacheStrides {
   int64_t head;
 };
 
-// Division of [0, 2^31) by a number that is only known at run time: a product and a shift. The host prepares it: a
-// GPU would take longer for its magic number than for the first bytes of K.
+// Division of [0, 2^31) by a number that is only known at run time: a product and a shift. The host prepares
+// it: a GPU would take longer for its magic number than for the first bytes of K.
 struct Divider {
   uint32_t magic;
   uint32_t shift;

@@ -36,8 +36,8 @@ struct Kernel {
   bool can_start_early;         // the device and its driver know Start::kEarly, captured or not
 };
 
-// When a kernel may start: when what was launched before it on the stream has ended, or earlier, because it waits on
-// the GPU itself before it reads anything of the launch before (9.0 on; elsewhere as kAfterAll).
+// When a kernel may start: when what was launched before it on the stream has ended, or earlier, because it
+// waits on the GPU itself before it reads anything of the launch before (9.0 on; elsewhere as kAfterAll).
 enum class Start { kAfterAll, kEarly };
 
 // Facts about a device, read once.
@@ -49,7 +49,7 @@ struct DeviceInfo {
   int32_t num_multiprocessors;
   int32_t max_smem_bytes;  // per CTA
   bool can_start_early;
-  std::string error;       // empty when the device can be used
+  std::string error;  // empty when the device can be used
 };
 const DeviceInfo& device_info(int32_t ordinal);
 

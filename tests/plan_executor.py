@@ -74,7 +74,9 @@ def unpack(
         word += 8 * item_capacity
         views.append(ClassView(tokens, indptr, items))
         for q in range(num_queues):
-            assert first[q] == (views[-1].queue(q)[0] if len(views[-1].queue(q)) else np.zeros(1, ITEM_DTYPE)[0])
+            assert first[q] == (
+                views[-1].queue(q)[0] if len(views[-1].queue(q)) else np.zeros(1, ITEM_DTYPE)[0]
+            )
     token = data[word : word + merge_capacity]
     word += merge_capacity
     indptr = data[word : word + merge_capacity + 1]

@@ -9,43 +9,12 @@
 #pragma once
 
 #include "kernels/fragments.cuh"
+#include "kernels/mma_memory.cuh"
+#include "kernels/query.cuh"
 #include "kernels/softmax.cuh"
 #include "kernels/variant.cuh"
 
 namespace jaxinfer {
-
-// Tiles of up to 32 rows have registers to spare, and every trip to shared memory would delay their copies.
-template <class Config>
-constexpr bool kStateInRegisters = Config::kTile <= 32;
-
-// What shared memory holds, in bytes from its start. kSmemBytes of jaxinfer/jit/tiles.py is the same sum.
-template <class Config>
-struct MmaSharedMemory {
-  static constexpr int kStates = Config::kStreams > 1 ? Config::kStreams * Config::kTile : 0;
-  static constexpr int kQuery = 0;
-  static constexpr int kRing = kQuery + Config::kTile * Config::kHeadDimQk * 2;
-  static constexpr int kMergeState = kRing + RingShape<Config>::kBytes;
-  static constexpr int kFreeStages = kMergeState + kStates * 8;
-  static constexpr int kVisible = kFreeStages + (Config::kStreams > 1 ? 16 : 0);
-  static constexpr int kPosition = kVisible + Config::kTile * static_cast<int>(sizeof(Visible));
-  static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
-  static constexpr int kNumWarpStates = kStateInRegisters<Config> ? 0 : Config::kNumThreads / 32;
-  static constexpr int kPresent = kWarpStates + kNumWarpStates * static_cast<int>(sizeof(WarpState));
-  static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
-};
-
-// Sums of a stream's rows, float32 [kRows, kHeadDimVo], in the ring's free stage, as many rows as fit: 16-byte pieces,
-// swizzled so that writing fragments and reading rows both spread over the banks.
-template <class Config>
-struct StreamSums {
-  static constexpr int kPitch = Config::kHeadDimVo * 4;
-  static constexpr int kRoom = RingShape<Config>::kStageBytes / kPitch / 8 * 8;
-  static constexpr int kRows = kRoom < Config::kTile ? kRoom : Config::kTile;
-  static_assert(Config::kStreams == 1 || kRows > 0, "a stage holds rows of sums");
-  static JAXINFER_DEVICE uint32_t offset(int row, int piece) {
-    return static_cast<uint32_t>(row * kPitch + ((piece ^ (row & 7)) << 4));
-  }
-};
 
 template <class Config, class Variant>
 class MmaAttention {
@@ -105,11 +74,13 @@ class MmaAttention {
 
   JAXINFER_DEVICE void run_item() {
     const int kv_end = item().kv_end;
-    // All that is read before the barrier is on its way at once: each trip to memory takes most of a microsecond.
+    // All that is read before the barrier is on its way at once: each trip to memory takes most of a
+    // microsecond.
     const int kv_offset = item().kv_begin < kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
     const int q_pos = kPositions ? load_position() : 0;
     cta_barrier();  // the item before may still be reading Q and merged states
-    load_query();
+    load_query<Config, Variant>(params_, operands_, rows_, shared_address(memory_ + Shared::kQuery),
+                                sign_bits());
     if constexpr (kPositions) find_visible(q_pos);
     cta_barrier();
     state_.kv_offset = kv_offset;
@@ -170,56 +141,10 @@ class MmaAttention {
     return Variant::kLogits ? kLog2e : fmaxf(logit_scale() * kLog2e, 1e-36f);
   }
 
-  JAXINFER_DEVICE Row make_row(int i) const {
-    const int token = item().token_begin + rows_.token(i);
-    return Row{item().bsr_row, token, __ldg(params_.q_pos + token), rows_.qo_head(i), rows_.kv_head()};
-  }
+  JAXINFER_DEVICE Row make_row(int i) const { return query_row(params_, rows_, i); }
   // Tile row of this thread's fragment row r.
   JAXINFER_DEVICE int tile_row(int r) const {
     return (warp() * kFragments + (r >> 1)) * 16 + (lane() >> 2) + (r & 1) * 8;
-  }
-
-  // Rows beyond the item's and chunks beyond the true head dim become zeros. Several reads are on their way at a time.
-  JAXINFER_DEVICE void load_query() {
-    constexpr int kChunks = Config::kHeadDimQk / 8;
-    constexpr int kAll = Config::kTile * kChunks;
-    constexpr int kLoads = (kAll + Config::kNumThreads - 1) / Config::kNumThreads;
-    constexpr int kBatch = kLoads < 4 ? kLoads : 4;
-    const int chunks = params_.head_dim_qk / 8;
-#pragma unroll 1
-    for (int first = fresh_thread_index(); first < kAll; first += kBatch * Config::kNumThreads) {
-      uint4 x[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int row = (first + i * Config::kNumThreads) / kChunks;
-        const int chunk = (first + i * Config::kNumThreads) % kChunks;
-        x[i] = make_uint4(0, 0, 0, 0);
-        if (row >= rows_.num_rows() || chunk >= chunks) continue;
-        const int64_t token = item().token_begin + rows_.token(row);
-        x[i] = __ldg(static_cast<const uint4*>(params_.q) +
-                     (token * params_.num_qo_heads + rows_.qo_head(row)) * chunks + chunk);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int row = (first + i * Config::kNumThreads) / kChunks;
-        const int chunk = (first + i * Config::kNumThreads) % kChunks;
-        if (kAll % (kBatch * Config::kNumThreads) != 0 && row >= Config::kTile) continue;
-        if constexpr (Variant::kQuery) {
-          if (row < rows_.num_rows() && chunk < chunks) {
-            const Row query_row = make_row(row);
-            float elements[8];
-            Type::unpack(x[i], elements);
-            Variant(params_, operands_, query_row).query(elements, chunk * 8, query_row);
-            x[i] = Type::pack(elements);
-          }
-        }
-        x[i].x ^= sign_bits();
-        x[i].y ^= sign_bits();
-        x[i].z ^= sign_bits();
-        x[i].w ^= sign_bits();
-        store_shared(shared_address(memory_ + Shared::kQuery) + RowTile<kChunks>::offset(row, chunk), x[i]);
-      }
-    }
   }
 
   // Position of this thread's row.
@@ -375,8 +300,8 @@ class MmaAttention {
     return reinterpret_cast<uint32_t*>(memory_ + Shared::kFreeStages);
   }
 
-  // This warp's part of tile rows [first, first + StreamSums::kRows) to shared memory, for the merge of the streams.
-  // Idle rows stay away.
+  // This warp's part of tile rows [first, first + StreamSums::kRows) to shared memory, for the merge of the
+  // streams. Idle rows stay away.
   JAXINFER_DEVICE void share_state(int first) {
     const uint32_t sums = ring_.k_tile(free_stage());
     if (warp_ == 0 && lane_ == 0) free_stages()[stream_] = sums;
@@ -388,7 +313,8 @@ class MmaAttention {
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
         const float* const x = o_[r >> 1][j] + 2 * (r & 1);
-        store_shared(sums + StreamSums<Config>::offset(row - first, 2 * j + (column >> 2)) + (column & 3) * 4, x[0], x[1]);
+        store_shared(sums + StreamSums<Config>::offset(row - first, 2 * j + (column >> 2)) + (column & 3) * 4,
+                     x[0], x[1]);
       }
       if (Variant::kSoftmax && column == 0) {
         shared_states()[stream_ * Config::kTile + row] = make_float2(softmax_.m[r], softmax_.l[r]);
@@ -396,8 +322,8 @@ class MmaAttention {
     }
   }
 
-  // Adds the states of the streams, always in the same order, and writes the result: a thread has four columns of a
-  // row at a time.
+  // Adds the states of the streams, always in the same order, and writes the result: a thread has four
+  // columns of a row at a time.
   JAXINFER_DEVICE void store_merged(int first) {
     constexpr int kQuads = Config::kHeadDimVo / 4;
     const int num_rows = min(StreamSums<Config>::kRows, rows_.num_rows() - first);

@@ -52,8 +52,10 @@ class KvRing {
   static constexpr bool kReadOnce = Config::kPacked && Config::kTile < 128;
 
  public:
-  // `cursor` stands at the first item, if `exists`. `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
-  JAXINFER_DEVICE KvRing(const AttentionParams& params, const ItemCursor<Config>& cursor, bool exists, WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
+  // `cursor` stands at the first item, if `exists`. `data`, `present`, `positions`: shared memory of all
+  // streams; `warp` counts inside the stream.
+  JAXINFER_DEVICE KvRing(const AttentionParams& params, const ItemCursor<Config>& cursor, bool exists,
+                         WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
                          int warp, int lane)
       : params_(params),
         cursor_(cursor, state.loading),
@@ -146,9 +148,11 @@ class KvRing {
     // Each lane knows one row, as its number among the rows of the layer's cache (which are fewer than 2^32,
     // ffi/checks.h); the others get it by shuffles, so that no address is computed twice.
     int64_t page = page_;
-    if constexpr (Config::kContiguous) page = lane_has_row() ? int64_t{item().table_begin} + lane_index() : -1;
+    if constexpr (Config::kContiguous)
+      page = lane_has_row() ? int64_t{item().table_begin} + lane_index() : -1;
     const bool in_pool = page >= 0 && page < params_.num_pages;
-    uint32_t lane_row = static_cast<uint32_t>(page) * static_cast<uint32_t>(params_.page_size * params_.num_kv_heads);
+    uint32_t lane_row =
+        static_cast<uint32_t>(page) * static_cast<uint32_t>(params_.page_size * params_.num_kv_heads);
     if constexpr (!Config::kContiguous) {
       const int block = params_.page_divider.divide(lane_index());
       const int in_page = lane_index() - block * params_.page_size;
@@ -162,8 +166,8 @@ class KvRing {
     }
     const uint32_t present = __ballot_sync(kFullWarp, in_pool);
     if (lane() == 0) present_[stage * Config::kWarpsM + warp()] = present;
-    // Where ptxas 13.0 sees that a stage is the same for all lanes, it gives LDGSTS a uniform register for it, and an
-    // H200 ends in an illegal instruction.
+    // Where ptxas 13.0 sees that a stage is the same for all lanes, it gives LDGSTS a uniform register for
+    // it, and an H200 ends in an illegal instruction.
     const uint32_t tile = k_tile(stage) ^ opaque_zero();
     constexpr uint32_t kAll = Shape::kRowsPerWarp == 32 ? ~0u : (1u << (Shape::kRowsPerWarp & 31)) - 1;
     if (present == kAll && params_.head_dim_qk == Config::kHeadDimQk &&
@@ -185,25 +189,26 @@ class KvRing {
     const uint64_t policy = make_policy(kReadOnce);
     const char* const k = state_.k_head + column * 16;
     const char* const v = state_.v_head + column * 16;
-    // Blocks in part are few: less code is worth more than a faster loop, because every launch fetches it anew.
+    // Blocks in part are few: less code is worth more than a faster loop, because every launch fetches it
+    // anew.
 #pragma unroll(kWhole ? kGroups : 1)
     for (int g = 0; g < kGroups; ++g) {
       const int row = g * kRows + lane() / kRowLanes;
       const uint64_t shared_row = __shfl_sync(kFullWarp, lane_row, row & 31);
       if (Shape::kRowsPerWarp % kRows != 0 && row >= Shape::kRowsPerWarp) continue;
       const bool row_present = kWhole || (present >> row & 1) != 0;
-      copy_row<kWhole, Shape::kChunksQk>(tile, g * kRows, k + shared_row * k_bytes, row_present,
-                                         k_bytes / 16, policy);
-      copy_row<kWhole, Shape::kChunksVo>(tile + Shape::kKBytes, g * kRows, v + shared_row * v_bytes, row_present,
-                                         v_bytes / 16, policy);
+      copy_row<kWhole, Shape::kChunksQk>(tile, g * kRows, k + shared_row * k_bytes, row_present, k_bytes / 16,
+                                         policy);
+      copy_row<kWhole, Shape::kChunksVo>(tile + Shape::kKBytes, g * kRows, v + shared_row * v_bytes,
+                                         row_present, v_bytes / 16, policy);
     }
   }
 
   // Chunks beyond the true head dim and rows that are not there become zeros: what the pool or shared memory
   // holds there may be NaN, and 0 * NaN would reach the sums.
   template <bool kWhole, int kChunks>
-  JAXINFER_DEVICE void copy_row(uint32_t tile, int first_row, const char* from, bool row_present,
-                                int chunks, uint64_t policy) {
+  JAXINFER_DEVICE void copy_row(uint32_t tile, int first_row, const char* from, bool row_present, int chunks,
+                                uint64_t policy) {
     const int column = lane() % kRowLanes;
     const int row = warp() * Shape::kRowsPerWarp + lane() / kRowLanes;
 #pragma unroll

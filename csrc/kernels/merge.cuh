@@ -1,5 +1,6 @@
-// Merges the partial states that attention kernels left: one warp per (merge entry, query head, 32 columns), the
-// entry's slots in ascending KV position. Writes the final o and lse; without softmax partial results add up.
+// Merges the partial states that attention kernels left: one warp per (merge entry, query head, 32 columns),
+// the entry's slots in ascending KV position. Writes the final o and lse; without softmax partial results add
+// up.
 #pragma once
 
 #include "kernels/ptx.cuh"
@@ -26,9 +27,9 @@ struct MergeEntry {
   }
 };
 
-// Column `column` of the final row of an entry and head; a lane each, and 32 slots' values of it are on their way at a
-// time: one after the other they would cost a trip to L2 each (16 slots 2.3 us, 32 slots 7 us on an H200). Writes
-// nothing unless the partial states `exist`.
+// Column `column` of the final row of an entry and head; a lane each, and 32 slots' values of it are on their
+// way at a time: one after the other they would cost a trip to L2 each (16 slots 2.3 us, 32 slots 7 us on an
+// H200). Writes nothing unless the partial states `exist`.
 template <class Config, class Variant>
 JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantOperands& operands,
                                    const MergeEntry& entry, int head, int column, int lane, bool exist) {
@@ -55,7 +56,8 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const uint64_t start = __shfl_sync(kFullWarp, row_start, i);
-      // Eight at once, because a predicate for each would not fit into registers: behind the last slot, that one again.
+      // Eight at once, because a predicate for each would not fit into registers: behind the last slot, that
+      // one again.
       x[i] = i / 8 * 8 < count ? __ldcg(from + start * 8) : 0.0f;
     }
     float weight = lane < count ? 1.0f : -1.0f;  // of this lane's slot; below 0: leave it out
@@ -107,8 +109,9 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
   }
 }
 
-// A kernel of its own, behind the attention kernels. Where it may start before they end, it reads the plan meanwhile,
-// and runs once for nothing: a first run fetches code and address translations, which takes longer than the merge does.
+// A kernel of its own, behind the attention kernels. Where it may start before they end, it reads the plan
+// meanwhile, and runs once for nothing: a first run fetches code and address translations, which takes longer
+// than the merge does.
 template <class Config, class Variant>
 JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands& operands) {
   const int lane = threadIdx.x & 31;
@@ -132,8 +135,8 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
       waited = true;
     }
   }
-  // What comes next on the stream waits for this kernel alone, which must not end before the attention kernels, even
-  // without any entry.
+  // What comes next on the stream waits for this kernel alone, which must not end before the attention
+  // kernels, even without any entry.
   if (blockIdx.x == 0) wait_for_earlier_kernels();
 }
 

@@ -52,11 +52,13 @@ JAXINFER_DEVICE uint32_t opaque_zero() {
 
 // ---- global memory ----
 
-// A read at this place of the program: the compiler moves others behind the branches that decide whether their results
-// are needed, and then one trip to memory waits for another.
+// A read at this place of the program: the compiler moves others behind the branches that decide whether
+// their results are needed, and then one trip to memory waits for another.
 JAXINFER_DEVICE int4 load_now(const int4* from) {
   int4 x;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
   return x;
 }
 
@@ -135,8 +137,8 @@ JAXINFER_DEVICE void group_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// Where a kernel may start before earlier ones of its stream end (programmatic dependent launch): from 9.0 on.
-// Elsewhere the two functions below do nothing.
+// Where a kernel may start before earlier ones of its stream end (programmatic dependent launch): from 9.0
+// on. Elsewhere the two functions below do nothing.
 #if __CUDA_ARCH__ >= 900
 constexpr bool kStartsEarly = true;
 #else

@@ -42,10 +42,7 @@ class ItemCursor {
 
   // A cursor where another one stands.
   JAXINFER_DEVICE ItemCursor(const ItemCursor& other, CursorState& state)
-      : params_(other.params_),
-        state_(state),
-        cls_(other.cls_),
-        passes_(other.passes_) {
+      : params_(other.params_), state_(state), cls_(other.cls_), passes_(other.passes_) {
     state_ = other.state_;
     __syncwarp();
   }

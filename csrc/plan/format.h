@@ -54,8 +54,8 @@ struct ClassFormat {
   int32_t item_capacity;
   int64_t queue_indptr;  // word offset of queue_indptr[num_queues + 1]: items [indptr[i], indptr[i + 1]) of
                          // queue i
-  int64_t queue_first;   // word offset of queue_first[num_queues], a copy of each queue's first item, so that a
-                         // CTA's first reads do not wait for each other; zeros for an empty queue
+  int64_t queue_first;   // word offset of queue_first[num_queues], a copy of each queue's first item, so that
+                         // a CTA's first reads do not wait for each other; zeros for an empty queue
   int64_t items;         // word offset of items[item_capacity], a multiple of 4
 
   // Whole query tokens that one tile holds.

@@ -152,8 +152,8 @@ void find_unseen(const PlanRequest& request, Scratch* s) {
   }
 }
 
-// Writes queue_indptr, queue_first and items of class c: each queue's pieces in dealing order, then its empty items.
-// Returns the number of items.
+// Writes queue_indptr, queue_first and items of class c: each queue's pieces in dealing order, then its empty
+// items. Returns the number of items.
 int32_t write_class(const LayoutView& layout, const PlanRequest& request, int32_t c, Scratch* s,
                     int32_t* out) {
   const ClassFormat& cls = request.format.classes[c];

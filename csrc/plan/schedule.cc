@@ -57,8 +57,8 @@ class LeastLoaded {
   Heap& heap_;  // a binary heap, the least (load, queue) in front
 };
 
-// lpt: takes the tiles in `order`; the queue that is next takes what fills it to the quota, the rest of the tile
-// goes to the queue after it.
+// lpt: takes the tiles in `order`; the queue that is next takes what fills it to the quota, the rest of the
+// tile goes to the queue after it.
 //
 // Cuts <= queues: the division rounds up, so every cut leaves its queue with a load of at least the quota,
 // and no full queue is next while another is not. If a tile were cut with all queues full, the loads would be
@@ -98,8 +98,9 @@ int64_t deal_whole(const std::vector<Tile>& tiles, const std::vector<int32_t>& o
   return largest;
 }
 
-// runs: fills queues one after the other up to the quota, cutting the tile at which one is full. False: the tiles
-// need more queues; nothing of use is in `out`, which may be null. Every cut ends a queue, so cuts < queues.
+// runs: fills queues one after the other up to the quota, cutting the tile at which one is full. False: the
+// tiles need more queues; nothing of use is in `out`, which may be null. Every cut ends a queue, so cuts <
+// queues.
 bool fill_runs(const std::vector<Tile>& tiles, const Costs& costs, int64_t quota, int32_t num_queues,
                ClassPieces* out) {
   int32_t queue = 0;
@@ -110,7 +111,8 @@ bool fill_runs(const std::vector<Tile>& tiles, const Costs& costs, int64_t quota
     const int64_t smallest = smallest_piece(costs, tile.kv_end - tile.kv_begin, num_queues);
     for (int64_t begin = tile.kv_begin; begin < tile.kv_end;) {
       const int64_t left = tile.kv_end - begin;
-      const int64_t room = std::max<int64_t>(quota - load - own_cost, 0) / costs.beta / costs.granule * costs.granule;
+      const int64_t room =
+          std::max<int64_t>(quota - load - own_cost, 0) / costs.beta / costs.granule * costs.granule;
       int64_t take = load == 0 ? std::max(room, smallest) : room;
       if (left <= take + costs.granule / 2) take = left;
       if (take < left && take < smallest) {
@@ -129,8 +131,8 @@ bool fill_runs(const std::vector<Tile>& tiles, const Costs& costs, int64_t quota
   return true;
 }
 
-// runs: the smallest quota, to a granule, with which the tiles fit; whole tiles where they are balanced well enough
-// without cuts.
+// runs: the smallest quota, to a granule, with which the tiles fit; whole tiles where they are balanced well
+// enough without cuts.
 void schedule_runs(const std::vector<Tile>& tiles, const std::vector<int32_t>& descending, const Costs& costs,
                    int32_t num_queues, int64_t total_cost, Heap* heap, ClassPieces* out) {
   const int64_t quota = ceil_div(total_cost, num_queues);
@@ -268,7 +270,8 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
     };
     sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
     if (request.schedule == Schedule::kRuns && !by_section) {
-      schedule_runs(tiles[c], scratch.order, costs, queues_used[c], total_cost[c], &scratch.heap, &classes[c]);
+      schedule_runs(tiles[c], scratch.order, costs, queues_used[c], total_cost[c], &scratch.heap,
+                    &classes[c]);
     } else {
       int64_t largest_own = 0;
       for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));

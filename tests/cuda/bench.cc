@@ -27,8 +27,9 @@ void run_one(const Kernels& kernels, const BenchCase& bench) {
   BenchRun run(bench.options);
   run.make_plan(Schedule::kRuns, false);
   const double us = run.time(kernels, Merge::kDependent);
-  std::printf("BENCH %-44s %9.1f us  %6.3f TB/s of K,V  %6.1f TFLOP/s  slots %d merges %d\n", bench.name.c_str(), us,
-              run.bytes() / us * 1e-6, run.flops() / us * 1e-6, run.num_slots(), run.num_merges());
+  std::printf("BENCH %-44s %9.1f us  %6.3f TB/s of K,V  %6.1f TFLOP/s  slots %d merges %d\n",
+              bench.name.c_str(), us, run.bytes() / us * 1e-6, run.flops() / us * 1e-6, run.num_slots(),
+              run.num_merges());
   std::fflush(stdout);
 }
 

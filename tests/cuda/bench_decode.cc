@@ -33,10 +33,10 @@ Options base(Rows rows) {
 
 std::vector<std::pair<std::string, Options>> batches() {
   return {
-      {"64 x 2048", base(Rows(64, {1, 2048}))},   {"128 x 1024", base(Rows(128, {1, 1024}))},
-      {"16 x 4096", base(Rows(16, {1, 4096}))},   {"64 x 8192", base(Rows(64, {1, 8192}))},
-      {"1 x 1024", base(Rows(1, {1, 1024}))},     {"1 x 8192", base(Rows(1, {1, 8192}))},
-      {"1 x 32768", base(Rows(1, {1, 32768}))},   {"1 x 131072", base(Rows(1, {1, 131072}))},
+      {"64 x 2048", base(Rows(64, {1, 2048}))},        {"128 x 1024", base(Rows(128, {1, 1024}))},
+      {"16 x 4096", base(Rows(16, {1, 4096}))},        {"64 x 8192", base(Rows(64, {1, 8192}))},
+      {"1 x 1024", base(Rows(1, {1, 1024}))},          {"1 x 8192", base(Rows(1, {1, 8192}))},
+      {"1 x 32768", base(Rows(1, {1, 32768}))},        {"1 x 131072", base(Rows(1, {1, 131072}))},
       {"uniform 16", base(single_tokens(kUniform16))}, {"skewed 16", base(single_tokens(kSkewed16))},
       {"skewed 64", base(single_tokens(kSkewed64))},   {"skewed 128", base(single_tokens(kSkewed128))},
   };
@@ -87,12 +87,15 @@ void run_decode_benchmarks(const Kernels& kernels) {
   for (const auto& [name, options] : batches()) {
     running() = name;
     BenchRun run(options);
-    for (const auto& [schedule, invariant] :
-         {std::pair<Schedule, bool>{Schedule::kLpt, false}, {Schedule::kRuns, false}, {Schedule::kLpt, true}}) {
+    for (const auto& [schedule, invariant] : {std::pair<Schedule, bool>{Schedule::kLpt, false},
+                                              {Schedule::kRuns, false},
+                                              {Schedule::kLpt, true}}) {
       run.make_plan(schedule, invariant);
-      std::printf("%-11s %s", name.c_str(), invariant ? "inv " : schedule == Schedule::kLpt ? "lpt " : "runs");
-      for (const Merge merge :
-           {Merge::kAfter, Merge::kDependent, Merge::kNone}) {
+      std::printf("%-11s %s", name.c_str(),
+                  invariant                    ? "inv "
+                  : schedule == Schedule::kLpt ? "lpt "
+                                               : "runs");
+      for (const Merge merge : {Merge::kAfter, Merge::kDependent, Merge::kNone}) {
         const double us = run.time(kernels, merge);
         std::printf("  %s %.2f us %.3f", merge_name(merge), us, run.bytes() / us * 1e-6);
       }

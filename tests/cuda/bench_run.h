@@ -1,5 +1,5 @@
-// One benchmark's inputs, plans and timed launches. Inputs are random and rotated, so that no launch finds its K and V
-// in L2.
+// One benchmark's inputs, plans and timed launches. Inputs are random and rotated, so that no launch finds
+// its K and V in L2.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,8 @@ inline void fill_random(const Buffer& buffer, DType dtype) {
     std::vector<float> table(1 << 16);
     for (float& x : table) x = normal(rng);
     const size_t size = element_size(dtype);
-    for (size_t i = 0; i < bytes.size() / size; ++i) put_element(dtype, table[rng() & 0xffff], &bytes[i * size]);
+    for (size_t i = 0; i < bytes.size() / size; ++i)
+      put_element(dtype, table[rng() & 0xffff], &bytes[i * size]);
     pattern = std::make_unique<Buffer>(bytes);
   }
   for (size_t at = 0; at < buffer.bytes(); at += pattern->bytes()) {
@@ -72,7 +73,9 @@ class BenchRun {
     a_.format = p_.params.format;
     planned_.clear();
     const int64_t states = int64_t{a_.format.slot_capacity} * options_.num_qo_heads;
-    const auto add = [&](int64_t bytes) -> Buffer& { return *planned_.emplace_back(std::make_unique<Buffer>(bytes)); };
+    const auto add = [&](int64_t bytes) -> Buffer& {
+      return *planned_.emplace_back(std::make_unique<Buffer>(bytes));
+    };
     Buffer& plan = *planned_.emplace_back(std::make_unique<Buffer>(p_.plan));
     a_.plan = plan.as<int32_t>();
     a_.partial_o = add(states * options_.head_dim_vo * 4).as<float>();

@@ -140,7 +140,8 @@ inline const char* merge_name(Merge merge) {
   return kNames[static_cast<int>(merge)];
 }
 
-inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** arguments, cudaStream_t stream) {
+inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** arguments,
+                             cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -155,7 +156,8 @@ inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** ar
 }
 
 // The launches of one attention call.
-inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream, Merge merge) {
+inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream,
+                             Merge merge) {
   int unused[2] = {0, 0};
   for (int cls = 0; cls < params.format.num_classes; ++cls) {
     void* arguments[] = {&params, &cls, unused};
@@ -163,7 +165,8 @@ inline void launch_attention(const Kernels& kernels, AttentionParams params, cud
   }
   if (merge != Merge::kNone && params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
     const LoadedKernel& kernel = kernels.at(merge_spec(params));
-    const int64_t warps = int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 31) / 32);
+    const int64_t warps =
+        int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 31) / 32);
     const int64_t per_cta = kernel.num_threads / 32;
     void* arguments[] = {&params, unused};
     (merge == Merge::kDependent ? launch_dependent : launch)(

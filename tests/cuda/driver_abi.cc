@@ -60,7 +60,8 @@ static_assert(int{kComputeCapabilityMinor} == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABI
 static_assert(int{kMaxSharedMemoryPerBlockOptin} == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
 static_assert(int{kMaxDynamicSharedSizeBytes} == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 static_assert(int{kProgrammaticStreamSerialization} == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
-static_assert(sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute) && sizeof(LaunchConfig) == sizeof(CUlaunchConfig));
+static_assert(sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute) &&
+              sizeof(LaunchConfig) == sizeof(CUlaunchConfig));
 static_assert(offsetof(LaunchAttribute, value) == offsetof(CUlaunchAttribute, value));
 static_assert(offsetof(LaunchConfig, block) == offsetof(CUlaunchConfig, blockDimX));
 static_assert(offsetof(LaunchConfig, shared_bytes) == offsetof(CUlaunchConfig, sharedMemBytes));
