@@ -133,6 +133,8 @@ def tile_config(
         shape = rows.get(dims) or rows[max(dims), max(dims)]
         if tile > 16 * shape.warps_m:
             shape = _fit_two(shape, dims, tile, plain, arch)
+        elif tile == 32 and max(dims) > 128 and _number(arch) >= 100:
+            shape = replace(shape, block_kv=16)  # for registers, as in _fit_two
         elif not plain and _number(arch) >= 100:
             shape = replace(shape, block_kv=min(shape.block_kv, 32))  # for registers, as in _fit_two
         shape = _fit(shape, dims, tile, 2, arch)
