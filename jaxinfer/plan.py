@@ -128,7 +128,7 @@ def plan(
         chosen from the capacities, group size, dtype and head_dim.
       num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU, twice the multiprocessors on a GPU.
       schedule: "runs" (classes limited by reading K and V get contiguous equal runs per queue; on an H200 level with
-        the other on equal lengths and up to 6% faster on skewed ones) or "lpt" (longest tiles first, to the least
+        the other on equal lengths and up to 6% faster on others) or "lpt" (longest tiles first, to the least
         loaded queue). Classes limited by arithmetic are scheduled the second way.
       split_tokens: with batch_invariant, KV tokens between cuts (a multiple of 16); None: 512.
       batch_invariant: cut a row where its own lengths say, so that its bits do not depend on the rest of the
