@@ -67,8 +67,13 @@ std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kerne
   const ScopedContext scope(device.context);
   if (!scope.error().empty()) return scope.error();
   const Api& api = driver().api;
-  *kernel =
-      Kernel{nullptr, device.context, compiled.num_threads, compiled.smem_bytes, device.num_multiprocessors};
+  *kernel = Kernel{nullptr,
+                   device.context,
+                   compiled.num_threads,
+                   compiled.smem_bytes,
+                   device.num_multiprocessors,
+                   compiled.tensor_maps,
+                   compiled.kv_box_rows};
   if (auto error = describe(api.module_load_data(module, compiled.cubin.data()), "cuModuleLoadData");
       !error.empty()) {
     return error + " (kernel " + compiled.entry + " for " + device.arch + " on " + device.name + ")";

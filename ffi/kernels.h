@@ -18,6 +18,8 @@ struct CompiledKernel {
   std::string entry;    // name of the kernel in the cubin
   int32_t num_threads;  // per CTA
   int32_t smem_bytes;   // dynamic shared memory per CTA
+  bool tensor_maps;     // the last parameter is TensorMaps
+  int32_t kv_box_rows;  // KV rows of one copy by them; 0: K and V have no maps
 };
 
 // Compiles `spec` for `arch` ("sm_90a"); on failure fills `error` and returns what it likes. Called without
@@ -33,6 +35,8 @@ struct Kernel {
   int32_t num_threads;
   int32_t smem_bytes;
   int32_t num_multiprocessors;  // of the device
+  bool tensor_maps;             // see CompiledKernel
+  int32_t kv_box_rows;
 };
 
 // Facts about a device, read once.

@@ -63,7 +63,7 @@ def attention(
       layer: int32 scalar, an operand; out of range gives the empty state.
       kv_layout: "NHD" or "HND".
       return_lse: also return the log-sum-exp.
-      implementation: None (the plan's kernels for the platform), "reference" (plain JAX, every platform) or "mma"
+      implementation: None (the plan's kernels for the platform), "reference" (plain JAX, every platform), "mma"
         (tensor cores through mma.sync; GPU, 16-bit dtypes).
 
     Returns:
@@ -211,10 +211,10 @@ attention_p = make_primitive(
 def _check_implementation(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if implementation in ("decode", "wgmma"):
+    if implementation == "decode":
         raise NotImplementedError(
             f"implementation={implementation!r} is a GPU kernel that this version does not have; "
-            'supported: None and "reference" (every platform), "mma" (GPU)'
+            'supported: None and "reference" (every platform), "mma" and "wgmma" (GPU)'
         )
 
 

@@ -27,6 +27,10 @@ class TileConfig:
     min_ctas: int = 1
     constants: tuple[tuple[str, int], ...] = ()
 
+    def constant(self, name: str) -> int:
+        """The value of one of `constants`."""
+        return dict(self.constants)[name]
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -87,6 +91,14 @@ _SIMT_ROWS = 8  # kSimtMaxRows of attention_simt.cuh
 # sizeof(CtaState) and sizeof(WarpState) of work.cuh.
 _CTA_STATE = 32
 _WARP_STATE = 136
+
+# Of a consumer thread of the warpgroup kernel, by tile: registers for the accumulators of o and scores and the packed
+# weights, and what loaders that know pages, and masks and users' rules, take from that. The rest of the 232 to 240 (two
+# consumers) or 152 to 160 (three) is for addresses and what is in flight between the products. All found by compiling.
+_WGMMA_REGISTERS = {128: (188, 0, 12), 192: (128, 12, 24)}
+# sizeof of ConsumerState and CursorState of the kernel.
+_CONSUMER_STATE = 72
+_CURSOR_STATE = 52
 
 _KB = 1024
 # Shared memory of a multiprocessor; one CTA can have 1 KB less, and each CTA costs 1 KB more than it asks for.
@@ -151,6 +163,65 @@ def tile_config(
             ("kQueryInRegisters", int(shape.query_in_registers)),
         ),
     )
+
+
+def wgmma_config(
+    *,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    tile: int,
+    contiguous: bool,
+    page_box: int,
+    plain: bool,
+) -> TileConfig:
+    """Geometry of a tile of `attention_wgmma`; arguments as for `tile_config`, `page_box` as in KernelSpec.
+
+    Raises:
+      NotImplementedError: the output of the tile does not fit into registers.
+    """
+    gather = not contiguous and page_box == 0
+    consumers = tile // 64
+    # Four gathering warps need whole swizzle patterns each.
+    blocks = (128, 96, 64) if gather else (128, 112, 96, 80, 64)
+    room, for_pages, for_rules = _WGMMA_REGISTERS[tile]
+    room -= head_dim_vo // 2 + (0 if contiguous else for_pages) + (0 if plain else for_rules)
+    stages = 2  # three measured the same
+    for block_kv in blocks:
+        smem = _wgmma_smem_bytes(head_dim_qk, head_dim_vo, tile, block_kv, stages)
+        if block_kv * 3 // 4 <= room and smem <= _SMEM_PER_MULTIPROCESSOR[90] - _SMEM_RESERVED:
+            break
+    else:
+        raise NotImplementedError(f"head_dim_vo {head_dim_vo} in tile {tile} does not fit into registers")
+    if consumers == 3:
+        registers = (32, 160) if contiguous else (56, 152)
+    else:
+        registers = (32, 240) if contiguous else (48, 232)
+    return TileConfig(
+        num_threads=128 * (consumers + 1),
+        smem_bytes=smem,
+        constants=(
+            ("kBlockKV", block_kv),
+            ("kStages", stages),
+            ("kPageBox", page_box),
+            # One warp issues a copy every 30 cycles, pages of 8 need one every 16.
+            ("kProducerWarps", 1 if contiguous else {0: 4, 8: 4, 16: 2}[page_box]),
+            ("kProducerRegisters", registers[0]),
+            ("kConsumerRegisters", registers[1]),
+            ("kPingPong", int(head_dim_qk <= 128)),
+            ("kStaleMax", 0),
+            ("kSplitBlock", 0),
+        ),
+    )
+
+
+def _wgmma_smem_bytes(head_dim_qk: int, head_dim_vo: int, tile: int, block_kv: int, stages: int) -> int:
+    """The sum that WgmmaShared makes in the kernel, which checks that they agree."""
+    panels_qk, panels_vo = -(-head_dim_qk // 64), -(-head_dim_vo // 64)
+    consumers = tile // 64
+    data = panels_qk * tile * 128 + stages * (panels_qk + panels_vo) * block_kv * 128
+    flags = tile * 8 + stages * (16 + block_kv * 4) + (2 * consumers + 4 * stages) * 8
+    states = 4 * consumers * _CONSUMER_STATE + 4 * _CURSOR_STATE
+    return data + -(-(flags + states) // 16) * 16 + _CTA_STATE
 
 
 def merge_config(*, dtype: str, head_dim_vo: int) -> TileConfig:

@@ -56,7 +56,9 @@ def local_archs() -> list[str]:
     return list(dict.fromkeys(registry.arch_of(device["compute_capability"]) for device in driver["devices"]))
 
 
-def model_kernels(config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16") -> list[str]:
+def model_kernels(
+    config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16", page_size: int = 16
+) -> list[str]:
     """Specs of every kernel that serving a model can ask for: all tiles that plans may choose."""
     from jaxinfer.attention import rules
     from jaxinfer.ffi import RULES
@@ -75,6 +77,7 @@ def model_kernels(config: Heads, variants: Sequence[Variant], dtype: str = "bflo
             classes=[(tile, True) for tile in tiles],
             merges=True,
             contiguous=False,
+            page_size=page_size,
             rules=sum(RULES[rule] for rule in rules(variant)),
             functor=None if variant.functor is None else variant.functor.source,
             implementation=None,

@@ -79,6 +79,11 @@ int launch(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, un
   return 0;
 }
 
+int encode(void*, int, unsigned, void*, const void*, const void*, const void*, const void*, int, int, int,
+           int) {
+  return 0;
+}
+
 struct Entry {
   const char* name;
   void* address;
@@ -102,6 +107,7 @@ const Entry kEntries[] = {
     {"cuFuncSetAttribute", reinterpret_cast<void*>(set_attribute)},
     {"cuFuncLoad", reinterpret_cast<void*>(func_load)},
     {"cuLaunchKernel", reinterpret_cast<void*>(launch)},
+    {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(encode)},
 };
 
 }  // namespace
