@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "params.h"
 #include "xla/ffi/api/ffi.h"
@@ -91,16 +92,8 @@ inline ffi::Error read_plan_format(ffi::Span<const int32_t> classes, int32_t mer
   return ffi::Error::Success();
 }
 
-// Operands and results of the attention call, in the order of jaxinfer/ffi.py.
-struct AttentionCall {
-  ffi::AnyBuffer q, k, v;
-  IntBuffer layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len;
-  ffi::Buffer<ffi::DataType::U8> mask_bits;
-  IntBuffer mask_indptr;
-  ffi::Result<ffi::AnyBuffer> o;
-  ffi::ResultBuffer<ffi::DataType::F32> lse, workspace;
-};
-
+// What is static in an attention call, on every platform: the call's attribute "attention", a dictionary that
+// attention_attributes of jaxinfer/ffi.py makes.
 struct AttentionAttributes {
   int32_t rules;
   float sm_scale, logits_soft_cap;
@@ -110,8 +103,58 @@ struct AttentionAttributes {
   int32_t merge_capacity, slot_capacity;
 };
 
-inline ffi::Error make_params(AttentionCall& call, const AttentionAttributes& attributes,
-                              AttentionParams* params) {
+}  // namespace jaxinfer
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxinfer::AttentionAttributes, StructMember<int32_t>("rules"),
+                                      StructMember<float>("sm_scale"), StructMember<float>("logits_soft_cap"),
+                                      StructMember<int32_t>("window_left"),
+                                      StructMember<int32_t>("window_right"), StructMember<bool>("hnd"),
+                                      StructMember<bool>("contiguous"), StructMember<bool>("has_layer"),
+                                      StructMember<bool>("has_block_pos"),
+                                      StructMember<Span<const int32_t>>("plan_classes"),
+                                      StructMember<int32_t>("merge_capacity"),
+                                      StructMember<int32_t>("slot_capacity"));
+
+namespace jaxinfer {
+
+// Operands, results and attributes of the attention call, in the order of bind_attention.
+struct AttentionCall {
+  ffi::AnyBuffer q, k, v;
+  IntBuffer layer, plan, kv_indices, kv_offset, q_pos, block_pos, q_start, kv_len;
+  ffi::Buffer<ffi::DataType::U8> mask_bits;
+  IntBuffer mask_indptr;
+  ffi::RemainingArgs operands;  // arrays of a user's variant
+  ffi::Result<ffi::AnyBuffer> o;
+  ffi::ResultBuffer<ffi::DataType::F32> lse, workspace;
+  AttentionAttributes attributes;
+};
+
+// Appends to a handler's binding what AttentionCall is made of; operands and results as in jaxinfer/ffi.py.
+template <class Binding>
+auto bind_attention(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()                   // q
+      .template Arg<ffi::AnyBuffer>()                   // k
+      .template Arg<ffi::AnyBuffer>()                   // v
+      .template Arg<IntBuffer>()                        // layer
+      .template Arg<IntBuffer>()                        // plan
+      .template Arg<IntBuffer>()                        // kv_indices
+      .template Arg<IntBuffer>()                        // kv_offset
+      .template Arg<IntBuffer>()                        // q_pos
+      .template Arg<IntBuffer>()                        // block_pos
+      .template Arg<IntBuffer>()                        // q_start
+      .template Arg<IntBuffer>()                        // kv_len
+      .template Arg<ffi::Buffer<ffi::DataType::U8>>()   // mask_bits
+      .template Arg<IntBuffer>()                        // mask_indptr
+      .RemainingArgs()                                  // operands
+      .template Ret<ffi::AnyBuffer>()                   // o
+      .template Ret<ffi::Buffer<ffi::DataType::F32>>()  // lse
+      .template Ret<ffi::Buffer<ffi::DataType::F32>>()  // workspace
+      .template Attr<AttentionAttributes>("attention");
+}
+
+inline ffi::Error make_params(AttentionCall& call, AttentionParams* params) {
+  const AttentionAttributes& attributes = call.attributes;
   *params = AttentionParams{};
   JAXINFER_RETURN_IF_ERROR(to_dtype(call.q.element_type(), &params->dtype));
   JAXINFER_CHECK(call.k.element_type() == call.q.element_type() &&

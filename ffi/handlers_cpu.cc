@@ -15,32 +15,10 @@ cpu::ParallelFor on(ffi::ThreadPool& pool) {
   };
 }
 
-ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     IntBuffer layer, IntBuffer plan, IntBuffer kv_indices, IntBuffer kv_offset,
-                     IntBuffer q_pos, IntBuffer block_pos, IntBuffer q_start, IntBuffer kv_len,
-                     ffi::Buffer<ffi::DataType::U8> mask_bits, IntBuffer mask_indptr,
-                     ffi::Result<ffi::AnyBuffer> o, ffi::ResultBuffer<ffi::DataType::F32> lse,
-                     ffi::ResultBuffer<ffi::DataType::F32> workspace, int32_t rules, float sm_scale,
-                     float logits_soft_cap, int32_t window_left, int32_t window_right, bool hnd,
-                     bool contiguous, bool has_layer, bool has_block_pos,
-                     ffi::Span<const int32_t> plan_classes, int32_t merge_capacity, int32_t slot_capacity) {
-  AttentionCall call{q,         k,       v,      layer,     plan,        kv_indices, kv_offset, q_pos,
-                     block_pos, q_start, kv_len, mask_bits, mask_indptr, o,          lse,       workspace};
+ffi::Error attention(ffi::ThreadPool pool, AttentionCall call) {
+  JAXINFER_CHECK(call.operands.size() == 0, "rules written as CUDA text need a GPU");
   AttentionParams params;
-  JAXINFER_RETURN_IF_ERROR(make_params(call,
-                                       {.rules = rules,
-                                        .sm_scale = sm_scale,
-                                        .logits_soft_cap = logits_soft_cap,
-                                        .window_left = window_left,
-                                        .window_right = window_right,
-                                        .hnd = hnd,
-                                        .contiguous = contiguous,
-                                        .has_layer = has_layer,
-                                        .has_block_pos = has_block_pos,
-                                        .plan_classes = plan_classes,
-                                        .merge_capacity = merge_capacity,
-                                        .slot_capacity = slot_capacity},
-                                       &params));
+  JAXINFER_RETURN_IF_ERROR(make_params(call, &params));
   JAXINFER_CHECK(params.plan[kHeaderVersion] == kPlanVersion,
                  "the plan has version " + std::to_string(params.plan[kHeaderVersion]) + ", expected " +
                      std::to_string(kPlanVersion));
@@ -62,37 +40,10 @@ ffi::Error append(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Any
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attention_cpu, attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()                   // q
-                                  .Arg<ffi::AnyBuffer>()                   // k
-                                  .Arg<ffi::AnyBuffer>()                   // v
-                                  .Arg<IntBuffer>()                        // layer
-                                  .Arg<IntBuffer>()                        // plan
-                                  .Arg<IntBuffer>()                        // kv_indices
-                                  .Arg<IntBuffer>()                        // kv_offset
-                                  .Arg<IntBuffer>()                        // q_pos
-                                  .Arg<IntBuffer>()                        // block_pos
-                                  .Arg<IntBuffer>()                        // q_start
-                                  .Arg<IntBuffer>()                        // kv_len
-                                  .Arg<ffi::Buffer<ffi::DataType::U8>>()   // mask_bits
-                                  .Arg<IntBuffer>()                        // mask_indptr
-                                  .Ret<ffi::AnyBuffer>()                   // o
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // lse
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // workspace
-                                  .Attr<int32_t>("rules")
-                                  .Attr<float>("sm_scale")
-                                  .Attr<float>("logits_soft_cap")
-                                  .Attr<int32_t>("window_left")
-                                  .Attr<int32_t>("window_right")
-                                  .Attr<bool>("hnd")
-                                  .Attr<bool>("contiguous")
-                                  .Attr<bool>("has_layer")
-                                  .Attr<bool>("has_block_pos")
-                                  .Attr<ffi::Span<const int32_t>>("plan_classes")
-                                  .Attr<int32_t>("merge_capacity")
-                                  .Attr<int32_t>("slot_capacity"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxinfer_attention_cpu,
+    [](ffi::ThreadPool pool, auto... call) { return attention(pool, AttentionCall{call...}); },
+    bind_attention(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_append_cpu, append,
                               ffi::Ffi::Bind()

@@ -62,41 +62,17 @@ ffi::Error pack_operands(ffi::RemainingArgs arrays, std::string_view scalars,
   return ffi::Error::Success();
 }
 
-ffi::Error attention(int32_t device, cuda::Stream stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                     ffi::AnyBuffer v, IntBuffer layer, IntBuffer plan, IntBuffer kv_indices,
-                     IntBuffer kv_offset, IntBuffer q_pos, IntBuffer block_pos, IntBuffer q_start,
-                     IntBuffer kv_len, ffi::Buffer<ffi::DataType::U8> mask_bits, IntBuffer mask_indptr,
-                     ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> o,
-                     ffi::ResultBuffer<ffi::DataType::F32> lse,
-                     ffi::ResultBuffer<ffi::DataType::F32> workspace, int32_t rules, float sm_scale,
-                     float logits_soft_cap, int32_t window_left, int32_t window_right, bool hnd,
-                     bool contiguous, bool has_layer, bool has_block_pos,
-                     ffi::Span<const int32_t> plan_classes, int32_t merge_capacity, int32_t slot_capacity,
-                     std::string_view kernels, std::string_view scalars) {
-  AttentionCall call{q,         k,       v,      layer,     plan,        kv_indices, kv_offset, q_pos,
-                     block_pos, q_start, kv_len, mask_bits, mask_indptr, o,          lse,       workspace};
+ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kernels, std::string_view scalars,
+                     AttentionCall call) {
   AttentionParams params;
-  JAXINFER_RETURN_IF_ERROR(make_params(call,
-                                       {.rules = rules,
-                                        .sm_scale = sm_scale,
-                                        .logits_soft_cap = logits_soft_cap,
-                                        .window_left = window_left,
-                                        .window_right = window_right,
-                                        .hnd = hnd,
-                                        .contiguous = contiguous,
-                                        .has_layer = has_layer,
-                                        .has_block_pos = has_block_pos,
-                                        .plan_classes = plan_classes,
-                                        .merge_capacity = merge_capacity,
-                                        .slot_capacity = slot_capacity},
-                                       &params));
+  JAXINFER_RETURN_IF_ERROR(make_params(call, &params));
   alignas(16) char packed[kMaxOperandBytes] = {};
-  JAXINFER_RETURN_IF_ERROR(pack_operands(operands, scalars, packed));
+  JAXINFER_RETURN_IF_ERROR(pack_operands(call.operands, scalars, packed));
 
   const auto* loaded = cuda::find_kernels(device, kernels);
   if (loaded == nullptr) return internal("the kernels were not loaded before execution");
   const PlanFormat& format = params.format;
-  const bool merges = merge_capacity > 0 && slot_capacity > 0;
+  const bool merges = format.merge_capacity > 0 && format.slot_capacity > 0;
   JAXINFER_CHECK(loaded->size() == static_cast<size_t>(format.num_classes) + (merges ? 1 : 0),
                  "the call has " + std::to_string(loaded->size()) + " kernels, its plan needs " +
                      std::to_string(format.num_classes + (merges ? 1 : 0)));
@@ -120,7 +96,7 @@ ffi::Error attention(int32_t device, cuda::Stream stream, ffi::AnyBuffer q, ffi:
   }
   if (merges) {
     const cuda::Kernel& merge = loaded->back();
-    const int64_t rows = int64_t{merge_capacity} * params.num_qo_heads;  // one warp each
+    const int64_t rows = int64_t{format.merge_capacity} * params.num_qo_heads;  // one warp each
     void* arguments[] = {&params, packed};
     if (const auto error = cuda::launch(merge, stride_grid(merge, ceil_div(rows, merge.num_threads / 32)),
                                         stream, arguments);
@@ -155,41 +131,16 @@ ffi::Error append(int32_t device, cuda::Stream stream, ffi::AnyBuffer, ffi::AnyB
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_initialize_cuda, initialize,
                               ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attention_cuda, attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                  .Arg<ffi::AnyBuffer>()                   // q
-                                  .Arg<ffi::AnyBuffer>()                   // k
-                                  .Arg<ffi::AnyBuffer>()                   // v
-                                  .Arg<IntBuffer>()                        // layer
-                                  .Arg<IntBuffer>()                        // plan
-                                  .Arg<IntBuffer>()                        // kv_indices
-                                  .Arg<IntBuffer>()                        // kv_offset
-                                  .Arg<IntBuffer>()                        // q_pos
-                                  .Arg<IntBuffer>()                        // block_pos
-                                  .Arg<IntBuffer>()                        // q_start
-                                  .Arg<IntBuffer>()                        // kv_len
-                                  .Arg<ffi::Buffer<ffi::DataType::U8>>()   // mask_bits
-                                  .Arg<IntBuffer>()                        // mask_indptr
-                                  .RemainingArgs()                         // arrays of a user's variant
-                                  .Ret<ffi::AnyBuffer>()                   // o
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // lse
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()  // workspace
-                                  .Attr<int32_t>("rules")
-                                  .Attr<float>("sm_scale")
-                                  .Attr<float>("logits_soft_cap")
-                                  .Attr<int32_t>("window_left")
-                                  .Attr<int32_t>("window_right")
-                                  .Attr<bool>("hnd")
-                                  .Attr<bool>("contiguous")
-                                  .Attr<bool>("has_layer")
-                                  .Attr<bool>("has_block_pos")
-                                  .Attr<ffi::Span<const int32_t>>("plan_classes")
-                                  .Attr<int32_t>("merge_capacity")
-                                  .Attr<int32_t>("slot_capacity")
-                                  .Attr<std::string_view>("kernels")
-                                  .Attr<std::string_view>("scalars"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attention_cuda,
+                              [](int32_t device, cuda::Stream stream, std::string_view kernels,
+                                 std::string_view scalars, auto... call) {
+                                return attention(device, stream, kernels, scalars, AttentionCall{call...});
+                              },
+                              bind_attention(ffi::Ffi::Bind()
+                                                 .Ctx<ffi::DeviceOrdinal>()
+                                                 .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                                 .Attr<std::string_view>("kernels")
+                                                 .Attr<std::string_view>("scalars")),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_append_cuda, append,

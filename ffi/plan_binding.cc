@@ -75,7 +75,7 @@ PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tok
     require(request.tokens_per_tile(c) >= 1, "a tile must hold one token");
     require(c == 0 || request.tokens_per_tile(c) > request.tokens_per_tile(c - 1),
             "classes by ascending tokens");
-    request.costs[c] = default_costs(request.schedule, is_compute_bound(cls, request.group_size()));
+    request.costs[c] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
     if (costs) {
       const auto [fixed, alpha, beta, floor, weight] = (*costs)[c];
       request.costs[c] = {fixed, alpha, beta, floor, weight};

@@ -210,6 +210,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_row_options(prefill)
     prefill.set_defaults(run=_bench_prefill)
 
+    step = what.add_parser(
+        "step",
+        help="a whole decode step of a Llama of 8B shape",
+        description="Times a decode step (projections, append, attention, MLP, sampling; random weights) with "
+        "and without attention, against reading its weights and KV cache once. Needs a GPU with 80 GB.",
+    )
+    step.set_defaults(run=_bench_step)
+
 
 def _add_row_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -356,6 +364,15 @@ def _bench_decode(args: argparse.Namespace) -> int:
 
 def _bench_prefill(args: argparse.Namespace) -> int:
     return _bench_rows("prefill", args)
+
+
+def _bench_step(args: argparse.Namespace) -> int:
+    from jaxinfer.bench.step import bench_step
+
+    if _platform() == "cpu":
+        raise ValueError("bench step: the model is too large for a CPU; it needs a GPU")
+    bench_step()
+    return 0
 
 
 def _bench_rows(kind: str, args: argparse.Namespace) -> int:

@@ -68,8 +68,11 @@ def attention_attributes(
     slot_capacity: int,
     **params: Any,
 ) -> Attributes:
-    """Attributes of `jaxinfer_attention`. A value whose rule is off is zero and never read."""
-    return {
+    """The attribute of `jaxinfer_attention`, one dictionary with the members of AttentionAttributes in ffi/checks.h.
+
+    A value whose rule is off is zero and never read.
+    """
+    members = {
         "rules": np.int32(sum(RULES[rule] for rule in rules)),
         "sm_scale": np.float32(sm_scale),
         "logits_soft_cap": np.float32(logits_soft_cap or 0.0),
@@ -83,6 +86,7 @@ def attention_attributes(
         "merge_capacity": np.int32(merge_capacity),
         "slot_capacity": np.int32(slot_capacity),
     }
+    return {"attention": members}
 
 
 def append_attributes(*, kv_layout: str, has_layer: bool) -> Attributes:

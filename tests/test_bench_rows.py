@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from backend import cpu_only
 
 from jaxinfer.bench import cases as rows
-from jaxinfer.bench.burst import JaxBurst, race
+from jaxinfer.bench import versus
+from jaxinfer.bench.burst import JaxBurst, per_call, race
 from jaxinfer.bench.cases import Case, decode_case, make_operands, prefill_case
-from jaxinfer.bench.rivals import OURS, RIVALS
-from jaxinfer.bench.versus import as_json, measure_case, measure_ceilings, relative_error
+from jaxinfer.bench.measure import Timing
+from jaxinfer.bench.rivals import OURS, RIVALS, kernel_specs
+from jaxinfer.bench.versus import as_json, fastest_seconds, measure_case, measure_ceilings, relative_error
 from jaxinfer.cli import main
+from jaxinfer.jit.spec import KernelSpec
 
 SMALL = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 
 
 def dense_attention(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """One request with float64 loops over its tokens."""
-    out = np.empty(q.shape)
+    out = np.empty((*q.shape[:2], v.shape[-1]))
     group = case.num_qo_heads // case.num_kv_heads
     for t in range(len(q)):
-        last = len(k) - len(q) + t
+        last = len(k) - len(q) + t if case.causal else len(k) - 1
         for h in range(case.num_qo_heads):
             logits = k[: last + 1, h // group] @ q[t, h] / math.sqrt(case.head_dim)
             weights = np.exp(logits - logits.max())
@@ -40,6 +45,7 @@ def dense_attention(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> 
         decode_case("decode", (5, 40, 16), page_size=16, **SMALL),
         prefill_case("dense", 2, 9, page_size=None, **SMALL),
         prefill_case("chunk", 2, 21, 6, page_size=4, **SMALL),
+        prefill_case("full", 2, 21, 6, page_size=4, causal=False, head_dim_vo=24, **SMALL),
     ],
     ids=lambda c: c.name,
 )
@@ -63,6 +69,8 @@ def test_rows_count_their_work():
     case = prefill_case("x", 1, 4, 2, **SMALL)
     assert case.flops == 4 * 4 * 16 * (3 + 4)  # the two queries see three and four tokens
     assert case.kv_bytes == 2 * 4 * 2 * 16 * 4
+    full = replace(case, causal=False, head_dim_vo=24)
+    assert full.flops == 2 * 4 * (16 + 24) * (4 + 4) and full.kv_bytes == 4 * 2 * (16 + 24) * 4
     assert len({(c.kind, c.name) for c in rows.CASES}) == len(rows.CASES)
     skewed = {c.name: c for c in rows.CASES}
     assert (sum(skewed["skewed-B16"].kv_len), max(skewed["skewed-B16"].kv_len)) == (16372, 5573)
@@ -78,7 +86,10 @@ def test_rotated_operands_exceed_the_cache():
 
 def test_select():
     assert [c.name for c in rows.select("decode", "gpu", ["B1x8192"], page_size=1)] == ["B1x8192"]
-    assert {c.page_size for c in rows.select("prefill", "gpu", page_size=4)} == {None, 4}
+    replaced = rows.select("prefill", "gpu", page_size=4)
+    assert {c.page_size for c in replaced} == {None, 4}
+    assert len({c.name for c in replaced}) == len(replaced)
+    assert {c.page_size for c in replaced if "-page4" in c.name} == {4}
     with pytest.raises(ValueError, match="--rows: no prefill row 'B9' on cpu; there are B1x512, B4x256"):
         rows.select("prefill", "cpu", ["B9"])
 
@@ -132,9 +143,91 @@ def test_bursts_run_every_set_and_take_turns():
     burst = JaxBurst(lambda x, y, z: x + y + z, sets, (np.float32(10),))
     assert burst.slots == 3
     np.testing.assert_array_equal(burst.output(), np.full(4, 11))
-    burst.first_estimate()
-    burst.warm_up()
-    assert race({"a": burst, "b": burst}, seconds=0.0)["a"].rounds == 5
+    other = JaxBurst(lambda x, y, z: x + y + z, sets, (np.float32(10),))
+    for b in (burst, other):
+        b.first_estimate()
+        b.warm_up()
+    assert race({"a": burst, "b": other}, seconds=0.0)["a"].rounds == 5
+
+
+def test_a_busy_host_cannot_make_a_figure_too_good():
+    call, launch = 1e-3, 1e-4
+    slots, loops = 4, 9
+
+    def run(calls: int, noise: float) -> float:
+        return launch + calls * call + noise
+
+    rng = np.random.default_rng(5)
+    quiet = [(run(slots, 0.0), run(slots * loops, 0.0))] * 5
+    assert per_call(quiet, slots, loops).median == pytest.approx(call)
+    for scale in (1e-3, 1e-2, 1e-1):  # of seconds, up to three times the long run
+        noise = rng.exponential(scale, (40, 2))
+        noise[7, 0] = 0.0  # one short run in 40 is undisturbed
+        runs = [(run(slots, a), run(slots * loops, b)) for a, b in noise]
+        timing = per_call(runs, slots, loops)
+        assert call * (1 - 1e-9) <= timing.low <= timing.median
+        # The launch alone disturbed: nothing changes.
+        runs = [(run(slots, a), run(slots * loops, 0.0)) for a, _ in noise]
+        assert per_call(runs, slots, loops).median == pytest.approx(call)
+
+
+def test_impossible_figures_are_reported_and_not_counted():
+    case = replace(decode_case("x", (5, 6), **SMALL), platforms=("cpu",))
+    ours = next(r for r in RIVALS if r.name == OURS)
+    row = measure_case(case, [ours], 0.0, fastest=3600.0)
+    assert not row.entries and row.ratio is None
+    assert re.match(r"IMPOSSIBLE and not counted: .* us per call, .* needs 3600000000", row.absent[OURS])
+    ceilings = {"copy": Timing(1e-12, 0, 0, 5), "matmul": Timing(1e-15, 0, 0, 5)}
+    assert fastest_seconds(case, ceilings, "gpu") == pytest.approx(case.kv_bytes * 1e-12 / 1.15)
+    assert fastest_seconds(case, ceilings, "cpu") == 0.0
+
+
+def test_what_libraries_compile_is_ready_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    events: list[str] = []
+    ours = next(r for r in RIVALS if r.name == OURS)
+    made = replace(ours, prepare=lambda cases: events.append(f"prepare {[c.name for c in cases]}"))
+    monkeypatch.setattr(versus, "RIVALS", (made,))
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    measure = versus.measure_ceilings
+    monkeypatch.setattr(versus, "measure_ceilings", lambda **o: events.append("time") or measure(**o))
+    case = replace(prefill_case("x", 1, 9, page_size=None, **SMALL), platforms=("cpu",))
+    rows = versus.bench_versus([case, replace(case, name="y")], seconds=0.0)
+    assert events == ["prepare ['x', 'y']", "time"]
+    # No second is left after the ceilings: rows that do not run say so.
+    assert [r.absent for r in rows] == [{"all": "not run: 0 s were over (--seconds, --rows)"}] * 2
+    assert "y: all: not run" in capsys.readouterr().out
+
+
+def test_our_kernels_are_known_beforehand():
+    for case in rows.CASES:
+        if "gpu" in case.platforms and sum(case.kv_len) < 20000:
+            case = replace(case, head_dim=64, head_dim_vo=96)
+            first, *_, last = map(KernelSpec.from_json, kernel_specs(case))
+            assert first.kernel.startswith("attention") and last.kernel in ("merge", first.kernel)
+            assert (first.head_dim_qk, first.head_dim_vo, first.dtype) == (64, 96, "bfloat16")
+            assert first.contiguous == (case.page_size is None)
+
+
+def test_wide_quartiles_are_marked(capsys: pytest.CaptureFixture[str]):
+    case = decode_case("x", (5, 6), **SMALL)
+    ceilings = {"copy": Timing(1e-12, 0, 0, 5), "matmul": Timing(1e-15, 0, 0, 5)}
+    entries = [
+        versus.Entry(OURS, "", Timing(1e-3, 0.99e-3, 1.01e-3, 5), 1e-3, None),
+        versus.Entry("peer", "v2", Timing(2e-3, 1.9e-3, 2.1e-3, 5), 1e-3, None),
+    ]
+    versus._report([versus.Row(case, entries)], ceilings, {}, [])
+    out = capsys.readouterr().out
+    assert "1900.0-2100.0 WIDE" in out and "990.0-1010.0 WIDE" not in out
+    assert "x: 2.00 x the speed of peer v2; the quartiles of peer are more than 5% apart" in out
+
+
+def test_flash_attn3_is_spared_skewed_lengths():
+    flash = next(r for r in RIVALS if r.name == "flash-attn3-jax")
+    refused = {c.name: flash.refuses(c) for c in rows.CASES if c.kind == "decode"}
+    assert {name for name, why in refused.items() if why} == {"skewed-B16", "skewed-B64", "skewed-B128"}
+    assert "illegal memory access" in str(refused["skewed-B64"])
 
 
 @cpu_only("the refusal where there is no GPU")

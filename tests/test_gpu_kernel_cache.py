@@ -1,6 +1,6 @@
 """The disk cache and the compiler as a GPU program meets them: damage, races, no writable folder, no NVRTC.
 
-Without a GPU the same files are tested in test_jit.py; here kernels from the cache really run.
+Without a GPU the same is tested in test_jit_cache.py, with a stand-in for the compiler; here the kernels really run.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ gpu_cases.expect_close(case, o, lse)
     out, _ = run_python(code, JAXINFER_CACHE=str(tmp_path), JAXINFER_NVRTC="/nowhere/libnvrtc.so")
     assert "no NVRTC library could be loaded" in out
     assert 'pip install "jax[cuda13]"' in out and "/nowhere/libnvrtc.so" in out
+
+
+def test_a_warm_cache_serves_without_nvrtc(tmp_path: Path) -> None:
+    first = digest(JAXINFER_CACHE=str(tmp_path))
+    assert digest(JAXINFER_CACHE=str(tmp_path), JAXINFER_NVRTC="/nowhere/libnvrtc.so") == first
 
 
 def test_times_are_reported(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from model_oracle import dense_logits, tiny_config
 import jaxinfer
 from jaxinfer.models import LlamaConfig, init_params
 from jaxinfer.models.llama import forward, logits, make_plans, new_pools, variants
+from jaxinfer.models.params import unstack_layers
 from jaxinfer.rope import FrequencyFactors, Llama3Scaling, apply_rope, rope_cos_sin, rope_frequencies
 
 PAGE, PAGES_PER_ROW, NUM_PAGES, ROWS, CAPACITY = 4, 6, 30, 3, 24
@@ -38,8 +40,10 @@ FAMILIES = {
 
 @functools.cache
 def compiled(config: LlamaConfig, implementation: str | None) -> Any:
+    attention = functools.partial(jaxinfer.attention, implementation=implementation)
+
     def step(params, tokens, layout, plans, k, v):  # type: ignore[no-untyped-def]
-        hidden, k, v = forward(params, config, tokens, layout, plans, k, v, implementation=implementation)
+        hidden, k, v = forward(params, config, tokens, layout, plans, k, v, attention=attention)
         return logits(params, hidden), k, v
 
     return jax.jit(step)
@@ -91,11 +95,21 @@ def draw_texts() -> list[list[int]]:
     [*((family, None) for family in FAMILIES), ("llama", "reference"), ("alternating windows", "reference")],
 )
 def test_forward_is_the_dense_model(family: str, implementation: str | None) -> None:
+    check_forward(family, implementation, lambda params: params)
+
+
+@pytest.mark.parametrize("family", ["llama", "alternating windows"])
+def test_layers_in_a_list(family: str) -> None:
+    check_forward(family, None, unstack_layers)
+
+
+def check_forward(family: str, implementation: str | None, prepare: Callable[[Any], Any]) -> None:
     """Prefill, a chunk, then decode steps, three texts side by side in a pool full of NaN."""
     config = tiny_config(**FAMILIES[family])
     params = init_params(config, jax.random.key(1))
     texts, table = draw_texts(), shuffled_table()
     want = [dense_logits(params, config, text) for text in texts]
+    params = prepare(params)
     pools = poisoned_pools(config)
     cuts = ([0, 0, 0], [9, 4, 0], [12, 8, 0], [13, 9, 1])
     got: list[list[np.ndarray]] = [[], [], []]

@@ -133,7 +133,7 @@ int32_t heads_per_task(const AttentionParams& p, int32_t num_queues, int32_t hea
 TaskRange make_tasks(const AttentionParams& p, const ClassFormat& cls, int64_t begin) {
   TaskRange range;
   range.heads = cls.packed ? p.num_kv_heads : p.num_qo_heads;
-  range.queue_major = cls.tile <= 64 || (cls.tile == 128 && cls.tokens_per_tile(p.group_size()) == 1);
+  range.queue_major = !cls.is_compute_bound(p.group_size());
   range.heads_per_task = range.queue_major && cls.packed ? heads_per_task(p, cls.num_queues, range.heads) : 1;
   range.chunks = static_cast<int32_t>(div_up(range.heads, range.heads_per_task));
   range.begin = begin;

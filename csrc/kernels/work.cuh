@@ -23,11 +23,6 @@ struct FastDivider {
   }
 };
 
-// Limited by arithmetic rather than by reading K and V. The same rule as the planner's (csrc/plan/cost.h).
-JAXINFER_DEVICE bool is_compute_bound(int tile, bool packed, int group_size) {
-  return tile == 192 || (tile == 128 && !(packed && tile / group_size == 1));
-}
-
 // Where a warp stands in the items of its CTA's workers. It lies in shared memory: most of it is only needed
 // when an item ends, and registers are what bounds the tiles.
 struct CursorState {
@@ -75,7 +70,7 @@ class ItemCursor {
       s.worker += static_cast<int>(gridDim.x);
       if (s.worker >= format.num_queues * num_heads) return false;
       int queue;
-      if (is_compute_bound(format.tile, packed_, params_.num_qo_heads / params_.num_kv_heads)) {
+      if (format.is_compute_bound(params_.group_size())) {
         s.head = s.worker / format.num_queues;
         queue = s.worker - s.head * format.num_queues;
       } else {

@@ -7,13 +7,6 @@
 
 namespace jaxinfer {
 
-// True: the class is limited by arithmetic (worker w runs queue w % num_queues for head w / num_queues).
-// False: limited by reading K and V (queue w / heads, head w % heads: the heads of a queue run in lockstep).
-// A tile of 128 that holds one packed token has nothing to reuse K and V for, so it counts as memory-bound.
-inline bool is_compute_bound(const ClassFormat& cls, int32_t group_size) {
-  return cls.tile == 192 || (cls.tile == 128 && !(cls.packed && cls.tokens_per_tile(group_size) == 1));
-}
-
 // Heads that the workers of a class are multiplied by.
 inline int32_t num_heads(const ClassFormat& cls, int32_t num_qo_heads, int32_t num_kv_heads) {
   return cls.packed ? num_kv_heads : num_qo_heads;

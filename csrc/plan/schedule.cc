@@ -196,7 +196,7 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
     if (tiles[c].empty()) continue;
     const ClassFormat& cls = request.format.classes[c];
     const Costs& costs = request.costs[c];
-    const bool by_section = is_compute_bound(cls, request.group_size());
+    const bool by_section = cls.is_compute_bound(request.group_size());
     if (by_section) {
       scratch.sections.resize(tiles[c].size());
       find_sections(layout, request, cls, tiles[c], &scratch.sections);

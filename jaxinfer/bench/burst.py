@@ -1,7 +1,8 @@
 """Timing of device work in bursts: many calls without waiting, over rotated operands, contestants taking turns.
 
-A burst's time is the slope between a short and a long run, so that what a launch costs on the host drops out. On a
-card that lowers its clocks under load, turns make drift hit all alike. Who runs is elsewhere (rivals.py).
+A burst runs short and long in every round. The long run's time less the shortest short run's is what the calls
+between them took: what a launch costs on the host drops out, and a busy host can only add. On a card that lowers its
+clocks under load, turns make drift hit all alike. Who runs is elsewhere (rivals.py).
 """
 
 from __future__ import annotations
@@ -47,15 +48,31 @@ class Burst:
 
     def warm_up(self) -> float:
         """Fixes the length of the long run, runs it; seconds it took. Call after `first_estimate`."""
-        loops = 1 + max(2, round(BURST_SECONDS / (self.slots * self._estimate)))
-        self._long = self.prepare(loops)
-        self._calls = self.slots * (loops - 1)
-        self._launch = min(_seconds(self._short) for _ in range(5))
+        self._loops = 1 + max(2, round(BURST_SECONDS / (self.slots * self._estimate)))
+        self._long = self.prepare(self._loops)
+        self._runs: list[tuple[float, float]] = []
         return _seconds(self._long)
 
-    def sample(self) -> float:
-        """Seconds per call, once more."""
-        return (_seconds(self._long) - self._launch) / self._calls
+    def sample(self) -> None:
+        """Runs short and long once more."""
+        self._runs.append((_seconds(self._short), _seconds(self._long)))
+
+    def timing(self) -> Timing:
+        """Seconds per call, of all samples; not above zero where the clock or the calls failed."""
+        return per_call(self._runs, self.slots, self._loops)
+
+
+def per_call(runs: Sequence[tuple[float, float]], slots: int, loops: int) -> Timing:
+    """Seconds per call from (short, long) runs of `slots` and `loops * slots` calls.
+
+    Both estimates of a round lie above the truth, whatever the host did meanwhile, so the smaller counts: all of the
+    long run, whose launch counts as work, and the long run less the shortest short one. The latter is worse where a
+    short run is done before the card lowers its clocks.
+    """
+    shortest = min(short for short, _ in runs)
+    return summary(
+        [min(long / (loops * slots), (long - shortest) / ((loops - 1) * slots)) for _, long in runs]
+    )
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -107,12 +124,11 @@ def race(
 ) -> dict[str, Timing]:
     """Samples every burst once per round, the order rotating, until `seconds` pass."""
     names = list(bursts)
-    samples: dict[str, list[float]] = {name: [] for name in names}
     end = time.perf_counter() + seconds
     for done in range(max_rounds):
         if done >= min_rounds and time.perf_counter() > end:
             break
         first = done % max(1, len(names))
         for name in names[first:] + names[:first]:
-            samples[name].append(bursts[name].sample())
-    return {name: summary(values) for name, values in samples.items()}
+            bursts[name].sample()
+    return {name: burst.timing() for name, burst in bursts.items()}

@@ -20,6 +20,11 @@ class Timing:
     high: float  # 75th percentile
     rounds: int
 
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles over the median."""
+        return (self.high - self.low) / self.median
+
 
 def interleaved(
     calls: Mapping[str, Callable[[], Any]],

@@ -6,7 +6,8 @@ Those that need torch are prepared in torch_rivals.py; timing is in burst.py. A 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxinfer
+from jaxinfer.attention import attention_p
 from jaxinfer.bench import torch_rivals
 from jaxinfer.bench.burst import Burst, JaxBurst
-from jaxinfer.bench.cases import Case, Operands
+from jaxinfer.bench.cases import Case, Operands, make_layout
+from jaxinfer.ffi import attention_kernel_attributes
+from jaxinfer.jit.registry import load
+from jaxinfer.jit.warmup import local_archs
+from jaxinfer.layout import BlockSparse
 
 #: Variants by label; each is prepared on its own, so that one may fail alone.
 Variants = dict[str, Callable[[], Burst]]
@@ -31,6 +37,7 @@ class Rival:
       kinds, platforms, needs: tables and platforms it takes part in, modules that must be installed.
       variants: settings to choose from; the fastest represents the library.
       refuses: why it cannot run a case, None where it can.
+      prepare: compiles to the end what the library would compile when first called, for all cases.
     """
 
     name: str
@@ -40,6 +47,7 @@ class Rival:
     variants: Callable[[Operands], Variants]
     refuses: Callable[[Case], str | None]
     note: str = ""
+    prepare: Callable[[Sequence[Case]], None] | None = None
 
     def missing(self) -> list[str]:
         """Modules that are not installed."""
@@ -57,26 +65,44 @@ def _accepts_all(case: Case) -> str | None:
     return None
 
 
+def _plan(case: Case, layout: BlockSparse) -> jaxinfer.Plan:
+    return jaxinfer.plan(
+        layout,
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dims,
+        dtype=case.dtype,
+        variant=jaxinfer.Variant(causal=case.causal),
+    )
+
+
+def _our_call(case: Case) -> Callable[..., Any]:
+    variant = jaxinfer.Variant(causal=case.causal)
+    return lambda q, k, v, layout, plan: jaxinfer.attention(q, k, v, layout, plan, variant=variant)
+
+
 def _ours(ops: Operands) -> Variants:
-    case = ops.case
-    variant = jaxinfer.Variant(causal=True)
+    return {"": lambda: JaxBurst(_our_call(ops.case), ops.sets, (ops.layout, _plan(ops.case, ops.layout)))}
 
-    def burst() -> Burst:
-        plan = jaxinfer.plan(
-            ops.layout,
-            num_qo_heads=case.num_qo_heads,
-            num_kv_heads=case.num_kv_heads,
-            head_dim=case.head_dim,
-            dtype=case.dtype,
-            variant=variant,
-        )
 
-        def call(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
-            return jaxinfer.attention(q, k, v, layout, plan, variant=variant)
+def kernel_specs(case: Case) -> list[str]:
+    """What the kernels of our call are compiled from on a GPU; needs neither a GPU nor operands."""
+    layout = make_layout(case)
+    operands = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
+    jaxpr = jax.make_jaxpr(_our_call(case))(*operands, layout, _plan(case, layout))
+    call = next(eqn for eqn in jaxpr.eqns if eqn.primitive is attention_p)
+    avals = [operand.aval for operand in call.invars]
+    kernels: str = attention_kernel_attributes(avals, **call.params)["kernels"]
+    return kernels.splitlines()
 
-        return JaxBurst(call, ops.sets, (ops.layout, plan))
 
-    return {"": burst}
+def _compile_ours(cases: Sequence[Case]) -> None:
+    """The kernels of all cases at once; their programs would compile them one after another."""
+    if jax.default_backend() == "gpu":
+        specs = dict.fromkeys(spec for case in cases for spec in kernel_specs(case))
+        jobs = [(spec, arch) for spec in specs for arch in local_archs()]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda job: load(*job), jobs))
 
 
 def _dense(case: Case, x: Any) -> Any:
@@ -87,14 +113,16 @@ def _dense(case: Case, x: Any) -> Any:
 def _needs_dense(case: Case) -> str | None:
     if case.page_size is not None:
         return "no pages"
-    return None if case.whole else "equal lengths only"
+    return None if case.whole else "equal lengths, all tokens queries"
 
 
 def _dot_product(implementation: Literal["xla", "cudnn"]) -> Callable[[Operands], Variants]:
     def variants(ops: Operands) -> Variants:
         def call(q: Any, k: Any, v: Any) -> Any:
             q, k, v = (_dense(ops.case, x) for x in (q, k, v))
-            o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+            o = jax.nn.dot_product_attention(
+                q, k, v, is_causal=ops.case.causal, implementation=implementation
+            )
             return o.reshape(-1, *o.shape[2:])
 
         return {"": lambda: JaxBurst(call, ops.sets)}
@@ -109,7 +137,7 @@ def _flash_attn3(ops: Operands) -> Variants:
     if case.page_size is None:
 
         def dense(q: Any, k: Any, v: Any) -> Any:
-            o = flash_mha(*(_dense(case, x) for x in (q, k, v)), is_causal=True)
+            o = flash_mha(*(_dense(case, x) for x in (q, k, v)), is_causal=case.causal)
             return o.reshape(-1, *o.shape[2:])
 
         return {"": lambda: JaxBurst(dense, ops.sets)}
@@ -123,23 +151,23 @@ def _flash_attn3(ops: Operands) -> Variants:
                 v,
                 cache_seqlens=kv_len,
                 page_table=table,
-                is_causal=True,
+                is_causal=case.causal,
                 num_splits=num_splits,
             )
             return o.reshape(-1, *o.shape[2:])
 
         return lambda: JaxBurst(call, ops.sets, shared)
 
-    # Beyond a few thousand CTAs another split only adds merging.
-    splits = [
-        n for n in (1, 4, 8, 16, 32) if case.kind == "decode" and case.batch * case.num_kv_heads * n <= 4096
-    ]
-    return {f"{n} splits": with_splits(n) for n in splits or [1]}
+    # Beyond 2,000 CTAs, 15 for each multiprocessor, another split only adds merging.
+    splits = [n for n in (8, 32) if case.kind == "decode" and case.batch * case.num_kv_heads * n <= 2000]
+    return {f"{n} splits": with_splits(n) for n in (1, *splits)}
 
 
 def _flash_attn3_refuses(case: Case) -> str | None:
-    if case.head_dim != 128:
+    if case.head_dims != (128, 128):
         return "head_dim 128 only"
+    if case.skewed:
+        return "0.2.3 ends the process with an illegal memory access on skewed lengths"
     return None if len(set(case.q_len)) == 1 else "equal query lengths only"
 
 
@@ -162,7 +190,8 @@ def _pallas(ops: Operands) -> Variants:
 
         return burst
 
-    return {f"{n} splits": with_splits(n) for n in (4, 16)}
+    # Measured on an H200: 16 splits win up to a batch of 16, 4 beyond.
+    return {f"{n} splits": with_splits(n) for n in ((16,) if case.batch <= 16 else (4,))}
 
 
 OURS = "jaxinfer"
@@ -176,7 +205,8 @@ RIVALS = (
         (),
         _ours,
         _accepts_all,
-        "jaxinfer.attention, causal, the plan made beforehand",
+        "jaxinfer.attention, the plan made beforehand",
+        _compile_ours,
     ),
     Rival(
         "FlashInfer",
@@ -185,7 +215,8 @@ RIVALS = (
         ("flashinfer", "torch"),
         torch_rivals.flashinfer,
         _accepts_all,
-        "CUDA graph replay, planned beforehand; best backend",
+        "CUDA graph replay, planned beforehand; best backend (fa2 in prefill at head_dim 128 only: it never won)",
+        torch_rivals.compile_flashinfer,
     ),
     Rival(
         "flash-attn3-jax",
@@ -194,7 +225,7 @@ RIVALS = (
         ("flash_attn3_jax",),
         _flash_attn3,
         _flash_attn3_refuses,
-        "best num_splits",
+        "best of 1, 8, 32 splits",
     ),
     Rival(
         "Pallas paged_attention",
@@ -203,7 +234,7 @@ RIVALS = (
         ("jax.experimental.pallas.ops.gpu.paged_attention",),
         _pallas,
         _accepts_all,
-        "best k_splits; q scaled by a fused product",
+        "16 splits up to a batch of 16, else 4; q scaled by a fused product",
     ),
     Rival(
         "jax.nn cudnn", ("prefill",), ("gpu",), (), _dot_product("cudnn"), _needs_dense, "dense K and V only"

@@ -1,15 +1,18 @@
 """Rivals that live in torch: FlashInfer and cuDNN's scaled dot-product attention. They read JAX's arrays in place.
 
 torch and flashinfer are imported where they are used: they need not be installed.
-`python -m jaxinfer.bench.torch_rivals decode|prefill` compiles the FlashInfer kernels of a table, all at once.
+`python -m jaxinfer.bench.torch_rivals [decode] [prefill]` compiles the FlashInfer kernels of tables beforehand.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,12 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.bench.burst import Burst
-from jaxinfer.bench.cases import CASES, Operands
+from jaxinfer.bench.cases import Case, Operands, make_operands, select
 
 Variants = dict[str, Callable[[], Burst]]
 #: Bytes of scratch that a FlashInfer wrapper gets; skewed batches overflow its documented 128 MB.
 WORKSPACE_BYTES = 512 << 20
-_BACKENDS = {"decode": ("fa2", "cuda-core", "persistent"), "prefill": ("fa2", "fa3")}
+
+
+def _backends(case: Case) -> tuple[str, ...]:
+    """What to choose from. A set of kernels compiles for 10 to 100 seconds, so fa2 prefill, 0.6 of fa3's speed where
+    measured, takes part at head_dim 128 alone.
+    """
+    if case.kind == "decode":
+        return ("fa2", "cuda-core", "persistent")
+    return ("fa3", "fa2") if case.head_dims == (128, 128) else ("fa3",)
 
 
 class GraphBurst(Burst):
@@ -77,7 +88,7 @@ def _tensors(ops: Operands) -> list[tuple[Any, Any, Any]]:
 
 def flashinfer(ops: Operands) -> Variants:
     """FlashInfer's wrappers over the same pages (contiguous cases: its ragged wrapper), one variant per backend."""
-    return {name: partial(_flashinfer_burst, ops, name) for name in _BACKENDS[ops.case.kind]}
+    return {name: partial(_flashinfer_burst, ops, name) for name in _backends(ops.case)}
 
 
 def _flashinfer_burst(ops: Operands, backend: str) -> Burst:
@@ -97,7 +108,7 @@ def _flashinfer_burst(ops: Operands, backend: str) -> Burst:
     sets = _tensors(ops)
     if case.page_size is None:
         ragged = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
-        ragged.plan(qo, kv, *heads, causal=True, **dtypes)
+        ragged.plan(qo, kv, *heads, head_dim_vo=case.head_dims[1], causal=case.causal, **dtypes)
         return GraphBurst([partial(ragged.run, *s) for s in sets])
     lengths = np.array(case.kv_len)
     last_page = to_gpu((lengths - 1) % case.page_size + 1)
@@ -118,7 +129,7 @@ def _flashinfer_burst(ops: Operands, backend: str) -> Burst:
         wrapper.plan(kv, indices, last_page, *heads, case.page_size, **dtypes)
     else:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-        wrapper.plan(qo, kv, indices, last_page, *heads, case.page_size, causal=True, **dtypes)
+        wrapper.plan(qo, kv, indices, last_page, *heads, case.page_size, causal=case.causal, **dtypes)
     return GraphBurst([partial(wrapper.run, s[0], s[1:]) for s in sets])
 
 
@@ -139,7 +150,7 @@ def cudnn_sdpa(ops: Operands) -> Variants:
         def call(operands: Any) -> Any:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 o = scaled_dot_product_attention(
-                    *operands, is_causal=True, enable_gqa=case.num_qo_heads != case.num_kv_heads
+                    *operands, is_causal=case.causal, enable_gqa=case.num_qo_heads != case.num_kv_heads
                 )
             return o
 
@@ -153,54 +164,65 @@ def cudnn_sdpa(ops: Operands) -> Variants:
     return {"": burst}
 
 
-def compile_flashinfer(kind: str, backend: str, head_dim: int) -> None:
-    """Has FlashInfer compile one backend's kernels, which it keeps in its cache folder, by planning a tiny batch."""
-    import flashinfer as library
-    import torch
+def compile_flashinfer(cases: Sequence[Case]) -> None:
+    """Has FlashInfer compile the kernels of all cases, which it keeps in its cache folder; waits to the end.
 
-    ints = {"dtype": torch.int32, "device": "cuda"}
-    indptr, one = torch.tensor([0, 1], **ints), torch.tensor([1], **ints)
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    heads, page_size = (8, 2, head_dim), 16
-    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    if backend == "persistent":
-        library.BatchAttention(kv_layout="NHD").plan(
-            indptr, indptr, indptr[:1], one, *heads, head_dim, page_size, causal=True, **dtypes
-        )
-    elif kind == "decode":
-        library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_tensor_cores=backend == "fa2",
-            backend="fa2" if backend == "fa2" else "auto",
-        ).plan(indptr, indptr[:1], one, *heads, page_size, **dtypes)
-    else:
-        library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend).plan(
-            indptr, indptr, indptr[:1], one, *heads, page_size, causal=True, **dtypes
-        )
+    One process per backend and head dims, all at once: FlashInfer itself compiles one after another.
+    """
+    wanted = {_compile_key(case, backend): (case, backend) for case in cases for backend in _backends(case)}
+    notes = _compiled_folder()
+    waiting = {name: job for name, job in wanted.items() if not (notes / name).exists()}
+    program = "import sys; from jaxinfer.bench import torch_rivals; torch_rivals.compile_one(*sys.argv[1:])"
+    begin = time.monotonic()
+    jobs = {
+        name: subprocess.Popen([sys.executable, "-P", "-c", program, *_compile_options(case, backend)])
+        for name, (case, backend) in waiting.items()
+    }
+    total = len(jobs)
+    while jobs:
+        time.sleep(0.1)
+        for name in [name for name, job in jobs.items() if job.poll() is not None]:
+            state = "ready" if jobs.pop(name).returncode == 0 else "FAILED"
+            what = f"FlashInfer kernels {total - len(jobs)}/{total}: {name} {state}"
+            print(f"{what}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
-def compile_all(kinds: Sequence[str]) -> int:
-    """Compiles what the tables need, one process per backend and head_dim; returns how many failed."""
-    wanted = sorted(
-        {
-            (case.kind, backend, case.head_dim)
-            for case in CASES
-            if case.kind in kinds and "gpu" in case.platforms
-            for backend in _BACKENDS[case.kind]
-        }
+def compile_one(kind: str, backend: str, head_dim: str, head_dim_vo: str, form: str) -> None:
+    """Runs one backend on a tiny case, and notes in FlashInfer's cache folder that it did."""
+    case = Case(
+        "tiny",
+        kind,
+        (1,) if kind == "decode" else (16,),
+        (16,),
+        page_size=16 if form == "paged" else None,
+        head_dim=int(head_dim),
+        head_dim_vo=int(head_dim_vo),
     )
-    program = "import sys; from jaxinfer.bench.torch_rivals import compile_flashinfer as c; "
-    jobs = []
-    for kind, backend, head_dim in wanted:
-        call = f"c({kind!r}, {backend!r}, {head_dim})"
-        jobs.append((call, subprocess.Popen([sys.executable, "-P", "-c", program + call])))
-    failed = [call for call, job in jobs if job.wait() != 0]
-    print(
-        f"FlashInfer: {len(jobs) - len(failed)} of {len(jobs)} kernel sets ready", *failed, sep="\nfailed: "
-    )
-    return len(failed)
+    ops = make_operands(case)
+    _flashinfer_burst(dataclasses.replace(ops, sets=ops.sets[:1]), backend).output()
+    (_compiled_folder() / _compile_key(case, backend)).touch()
+
+
+def _compile_options(case: Case, backend: str) -> tuple[str, ...]:
+    """What FlashInfer's kernels depend on: the arguments of compile_one."""
+    form = "contiguous" if case.page_size is None else "paged"
+    return (case.kind, backend, *map(str, case.head_dims), form)
+
+
+def _compile_key(case: Case, backend: str) -> str:
+    """The name of the note that kernels are there."""
+    return "-".join(_compile_options(case, backend))
+
+
+def _compiled_folder() -> Path:
+    """Inside the folder of FlashInfer's kernels, so that whoever removes those removes the notes."""
+    from flashinfer.jit import env
+
+    folder = Path(env.FLASHINFER_JIT_DIR) / "jaxinfer-bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 if __name__ == "__main__":
-    sys.exit(compile_all(sys.argv[1:] or ("decode", "prefill")) > 0)
+    chosen = [c for kind in sys.argv[1:] or ("decode", "prefill") for c in select(kind, "gpu")]
+    compile_flashinfer(chosen)

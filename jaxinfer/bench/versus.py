@@ -9,6 +9,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -26,8 +27,13 @@ from jaxinfer.bench.report import Progress, check_plot, plot_bars, print_table
 from jaxinfer.bench.rivals import OURS, RIVALS, Rival
 
 _T = TypeVar("_T")
-#: No device reads or multiplies faster; a time below that means that the calls did not run.
-_MOST_BYTES, _MOST_FLOPS = 20e12, 5e15
+#: A call is not believed to read or multiply this much faster than the ceilings measured in the same run (decode only
+#: reads, which an H200 does at 1.06 times the rate of a copy): it did not do its work, or the clock failed.
+_ABOVE_CEILING = 1.15
+#: Quartiles further apart than this part of the median are marked: such a figure decides nothing.
+_WIDE = 0.05
+#: Making sure that cached kernels are there takes this long.
+_PREPARED_SECONDS = 10.0
 _PACKAGES = ("jax", "torch", "flashinfer-python", "flash-attn3-jax", "nvidia-cudnn-cu13")
 
 
@@ -48,7 +54,9 @@ class Row:
 
     case: Case
     entries: list[Entry] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)  # library to reason: cannot, or failed
+    absent: dict[str, str] = field(
+        default_factory=dict
+    )  # library to reason: cannot, failed, impossible, no time
 
     @property
     def ours(self) -> Entry | None:
@@ -78,7 +86,10 @@ def bench_versus(
     json_path: str | None = None,
     rivals: Sequence[str] | None = None,
 ) -> list[Row]:
-    """Measures all cases within about `seconds`, compilation included; prints the table, writes plot and JSON.
+    """Measures cases until `seconds` have passed; prints the table, writes plot and JSON.
+
+    Before anything is timed, libraries that compile their kernels do so to the end; where nothing of that is in their
+    caches it takes minutes, which do not count.
 
     Raises:
       ValueError: an unknown name in `rivals`; `output` cannot be written.
@@ -96,14 +107,25 @@ def bench_versus(
     asked = [r for r in known if r.name == OURS or rivals is None or r.name in rivals]
     missing = {r.name: r.missing() for r in asked if r.missing()}
     ready = [r for r in asked if r.name not in missing]
-    end = time.monotonic() + seconds
-    progress = Progress(len(cases) + 1)
-    progress.start("ceilings of this device")
+    compiling = [rival for rival in ready if rival.prepare is not None]
+    progress = Progress(len(compiling) + 1 + len(cases))
+    start = time.monotonic()
+    for rival in compiling:
+        progress.start(f"{rival.name}: compiling kernels where they are not cached")
+        assert rival.prepare is not None
+        rival.prepare([case for case in cases if rival.refuses(case) is None])
+    prepared = time.monotonic() - start
+    end = start + max(prepared, _PREPARED_SECONDS) - _PREPARED_SECONDS + seconds
+    progress.start(f"ceilings of this device (kernels ready after {prepared:.1f} s)")
     ceilings = measure_ceilings(small=platform == "cpu")
     rows = []
     for left, case in zip(range(len(cases), 0, -1), cases, strict=True):
         progress.start(f"{kind} {case.name}")
-        rows.append(measure_case(case, ready, (end - time.monotonic()) / left))
+        if time.monotonic() > end:
+            rows.append(Row(case, absent={"all": f"not run: {seconds:.0f} s were over (--seconds, --rows)"}))
+        else:
+            share = (end - time.monotonic()) / left
+            rows.append(measure_case(case, ready, share, fastest_seconds(case, ceilings, platform)))
         gc.collect()
         if json_path is not None:  # after every row: a run that is cut short keeps what it has
             with open(json_path, "w") as file:
@@ -132,28 +154,46 @@ def measure_ceilings(*, small: bool) -> dict[str, Timing]:
     }
 
 
-def measure_case(case: Case, rivals: Sequence[Rival], seconds: float) -> Row:
-    """Checks and times one case; spends about `seconds`, but at least five rounds of timing."""
+def fastest_seconds(case: Case, ceilings: dict[str, Timing], platform: str) -> float:
+    """What a call cannot be faster than. A CPU keeps small operands in its caches: there only zero is impossible."""
+    if platform == "cpu":
+        return 0.0
+    needed = max(case.kv_bytes * ceilings["copy"].median, case.flops * ceilings["matmul"].median)
+    return needed / _ABOVE_CEILING
+
+
+def measure_case(case: Case, rivals: Sequence[Rival], seconds: float, fastest: float = 0.0) -> Row:
+    """Checks and times one case; spends about `seconds`, but at least five rounds of timing.
+
+    A result at or below `fastest` seconds is reported as impossible, not as an entry.
+    """
     end = time.monotonic() + seconds
     row = Row(case)
     ops = make_operands(case)
     tokens = checked_tokens(ops)
     expected = expected_tokens(ops, tokens)
     best: dict[str, tuple[str, Burst, float]] = {}
+    allowed = [rival for rival in rivals if rival.refuses(case) is None]
+    made = _make_bursts(row, allowed, ops)
     for rival in rivals:
         reason = rival.refuses(case)
         if reason is not None:
             row.absent[rival.name] = reason
             continue
-        chosen = _attempt(row, rival.name, partial(_choose, row, rival, ops, tokens, expected))
+        chosen = _choose(row, rival, made[rival.name], tokens, expected)
         if chosen is not None:
             best[rival.name] = chosen
+        else:
+            row.absent.setdefault(rival.name, "no variant ran")
     ready = {name: burst for name, (_, burst, _) in best.items() if _attempt(row, name, burst.warm_up)}
     timings = race(ready, seconds=end - time.monotonic())
     for name, timing in timings.items():
         variant, burst, error = best[name]
-        if timing.median < max(case.kv_bytes / _MOST_BYTES, case.flops / _MOST_FLOPS):
-            row.absent[name] = f"{timing.median * 1e6:.2f} us per call is not possible: the calls did not run"
+        if not timing.median > fastest:
+            row.absent[name] = (
+                f"IMPOSSIBLE and not counted: {timing.median * 1e6:.2f} us per call, where this device needs "
+                f"{fastest * 1e6:.2f} us at least"
+            )
         else:
             row.entries.append(Entry(name, variant, timing, error, burst.copies))
     return row
@@ -168,27 +208,46 @@ def _attempt(row: Row, name: str, action: Callable[[], _T]) -> _T | None:
         return None
 
 
+def _make_bursts(row: Row, rivals: Sequence[Rival], ops: Operands) -> dict[str, dict[str, Burst]]:
+    """All variants by library and label. XLA compiles programs side by side; torch records its graphs when that is
+    over, because recording fails when another thread allocates.
+    """
+    made: dict[str, dict[str, Burst]] = {rival.name: {} for rival in rivals}
+
+    def make(rival: Rival, label: str, variant: Callable[[], Burst]) -> None:
+        burst = _attempt(row, f"{rival.name} {label}".strip(), variant)
+        if burst is not None:
+            made[rival.name][label] = burst
+
+    with ThreadPoolExecutor(8) as threads:
+        for rival in sorted(rivals, key=lambda rival: "torch" in rival.needs):
+            variants = _attempt(row, rival.name, partial(rival.variants, ops)) or {}
+            if "torch" in rival.needs:
+                threads.shutdown()
+            for label, variant in variants.items():
+                if "torch" in rival.needs:
+                    make(rival, label, variant)
+                else:
+                    threads.submit(make, rival, label, variant)
+    return made
+
+
 def _choose(
-    row: Row, rival: Rival, ops: Operands, tokens: Ints, expected: np.ndarray[Any, Any]
-) -> tuple[str, Burst, float]:
+    row: Row, rival: Rival, bursts: dict[str, Burst], tokens: Ints, expected: np.ndarray[Any, Any]
+) -> tuple[str, Burst, float] | None:
     """The fastest variant whose result is right; variants that fail are noted under their own label."""
     best: tuple[float, str, Burst, float] | None = None
-    for label, prepare in rival.variants(ops).items():
+    for label, burst in bursts.items():
         name = f"{rival.name} {label}".strip()
-        found = _attempt(row, name, partial(_estimated, prepare, ops.case, tokens, expected))
+        found = _attempt(row, name, partial(_estimated, burst, row.case, tokens, expected))
         if found is not None and (best is None or found[0] < best[0]):
-            best = (found[0], label, *found[1:])
-    if best is None:
-        raise RuntimeError(row.absent.get(rival.name, "no variant ran").removeprefix("failed: "))
-    return best[1:]
+            best = (found[0], label, burst, found[1])
+    return None if best is None else best[1:]
 
 
-def _estimated(
-    prepare: Callable[[], Burst], case: Case, tokens: Ints, expected: np.ndarray[Any, Any]
-) -> tuple[float, Burst, float]:
-    burst = prepare()
-    estimate = burst.first_estimate()
-    return estimate, burst, relative_error(case, burst.output(), tokens, expected)
+def _estimated(burst: Burst, case: Case, tokens: Ints, expected: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Seconds per call, and the error."""
+    return burst.first_estimate(), relative_error(case, burst.output(), tokens, expected)
 
 
 def relative_error(case: Case, result: jax.Array, tokens: Ints, expected: np.ndarray[Any, Any]) -> float:
@@ -197,7 +256,7 @@ def relative_error(case: Case, result: jax.Array, tokens: Ints, expected: np.nda
     Raises:
       ValueError: wrong shape, an element that is not finite, or an error that is too large for the dtype.
     """
-    shape = (sum(case.q_len), case.num_qo_heads, case.head_dim)
+    shape = (sum(case.q_len), case.num_qo_heads, case.head_dims[1])
     if result.shape != shape:
         raise ValueError(f"got shape {result.shape}, expected {shape}")
     if not bool(jnp.isfinite(result).all()):
@@ -234,7 +293,8 @@ def as_json(
                 "row": row.case.name,
                 "kind": row.case.kind,
                 "page_size": row.case.page_size,
-                "heads": [row.case.num_qo_heads, row.case.num_kv_heads, row.case.head_dim],
+                "heads": [row.case.num_qo_heads, row.case.num_kv_heads, *row.case.head_dims],
+                "causal": row.case.causal,
                 "dtype": row.case.dtype,
                 "kv_tokens": sum(row.case.kv_len),
                 "longest": max(row.case.kv_len),
@@ -247,6 +307,7 @@ def as_json(
                         "variant": e.variant,
                         "seconds": e.timing.median,
                         "quartiles": [e.timing.low, e.timing.high],
+                        "spread": e.timing.spread,
                         "rounds": e.timing.rounds,
                         "speed": row.speed(e),
                         "error": e.error,
@@ -297,7 +358,7 @@ def _report(
                     e.rival,
                     e.variant + (f" ({e.copies} copies)" if e.copies else ""),
                     f"{1e6 * t.median:.1f}",
-                    f"{1e6 * t.low:.1f}-{1e6 * t.high:.1f}",
+                    f"{1e6 * t.low:.1f}-{1e6 * t.high:.1f}" + (" WIDE" if t.spread > _WIDE else ""),
                     f"{row.speed(e):.3g}",
                     f"{100 * row.speed(e) / ceiling:.0f}",
                     "1" if e is ours else "" if ours is None else f"{t.median / ours.timing.median:.2f}",
@@ -306,8 +367,10 @@ def _report(
             )
         best = row.best_peer
         if row.ratio is not None and best is not None:
+            wide = [e.rival for e in (row.ours, best) if e is not None and e.timing.spread > _WIDE]
             summary.append(
                 f"{row.case.name}: {row.ratio:.2f} x the speed of {best.rival} {best.variant}".rstrip()
+                + (f"; the quartiles of {' and '.join(wide)} are more than 5% apart" if wide else "")
             )
     absent = [f"{row.case.name}: {name}: {why}" for row in rows for name, why in row.absent.items()]
     notes = [f"{r.name}: {r.note}" for r in ready]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,6 +51,16 @@ def get(name: str) -> bytes | None:
         and data[len(_MAGIC) : len(_MAGIC) + _DIGEST_SIZE] == hashlib.sha256(body).digest()
     )
     return body if whole else None
+
+
+def versions(prefix: str) -> list[str]:
+    """The names `PREFIX.MAJOR.MINOR` that are stored, highest version first."""
+    try:
+        stored = [path.stem.removeprefix(prefix + ".") for path in folder().glob(f"{prefix}.*.cubin")]
+    except OSError:
+        return []
+    numbers = [tuple(map(int, v.split("."))) for v in stored if re.fullmatch(r"\d+\.\d+", v)]
+    return [".".join((prefix, *map(str, v))) for v in sorted(numbers, reverse=True)]
 
 
 def put(name: str, cubin: bytes) -> bool:

@@ -72,13 +72,21 @@ def _open(path: str) -> Any:
     return ctypes.CDLL(path)
 
 
-@functools.cache
 def nvrtc() -> Nvrtc:
-    """The library, found once: by JAXINFER_NVRTC, cuda.pathfinder, installed wheels, or the system.
+    """The library, looked for once: by JAXINFER_NVRTC, cuda.pathfinder, installed wheels, or the system.
 
     Raises:
       NvrtcNotFoundError: none could be loaded.
     """
+    found = find()
+    if isinstance(found, str):
+        raise NvrtcNotFoundError(found)
+    return found
+
+
+@functools.cache
+def find() -> Nvrtc | str:
+    """The library, or why there is none: a cache that serves without it asks for every kernel."""
     override = os.environ.get(ENV_LIBRARY)
     toolkits = [p for name in _SONAMES for p in glob.glob(f"/usr/local/cuda*/lib64/{name}")]
     candidates = [override] if override else [*_by_pathfinder(), *_in_wheels(), *_SONAMES, *toolkits]
@@ -90,7 +98,7 @@ def nvrtc() -> Nvrtc:
             return Nvrtc(library, path, _version(library), _archs(library))
         except (OSError, AttributeError) as error:
             failures.append(f"  {path}: {error}")
-    raise NvrtcNotFoundError(
+    return (
         "GPU kernels are compiled when first needed, by NVRTC, and no NVRTC library could be loaded. "
         'Install it with `pip install "jax[cuda13]"` or `pip install nvidia-cuda-nvrtc` (CUDA 12: '
         f"nvidia-cuda-nvrtc-cu12), or set {ENV_LIBRARY} to the path of libnvrtc.so. Tried:\n"
@@ -119,16 +127,23 @@ def best_arch(arch: str) -> str:
       NvrtcNotFoundError: this NVRTC knows none.
     """
     lib = nvrtc()
-    wanted = int("".join(filter(str.isdigit, arch)))
-    if wanted in lib.archs:
-        return arch
-    usable = [a for a in lib.archs if a // 10 == wanted // 10 and a < wanted]
-    if not usable:
-        raise NvrtcNotFoundError(
-            f"NVRTC {lib.version[0]}.{lib.version[1]} ({lib.path}) cannot compile for {arch}, only for "
-            f'{list(lib.archs)}. Install a newer one, for example with `pip install -U "jax[cuda13]"`.'
-        )
-    return f"sm_{max(usable)}"
+    for usable in usable_archs(arch):
+        if _number(usable) in lib.archs:
+            return usable
+    raise NvrtcNotFoundError(
+        f"NVRTC {lib.version[0]}.{lib.version[1]} ({lib.path}) cannot compile for {arch}, only for "
+        f'{list(lib.archs)}. Install a newer one, for example with `pip install -U "jax[cuda13]"`.'
+    )
+
+
+def usable_archs(arch: str) -> list[str]:
+    """The architectures whose cubins run on `arch`, best first: itself and older ones of the same major."""
+    number = _number(arch)
+    return [arch, *(f"sm_{older}" for older in range(number - 1, number // 10 * 10 - 1, -1))]
+
+
+def _number(arch: str) -> int:
+    return int("".join(filter(str.isdigit, arch)))
 
 
 def compile_cubin(

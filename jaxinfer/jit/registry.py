@@ -1,6 +1,10 @@
 """The loader: a kernel's string and an architecture in, its cubin and launch geometry out; each compiled
 once.
 
+An entry of the disk cache is named by what was compiled and by the compiler's version: a new NVRTC compiles anew,
+so that its repairs arrive, and environments with different ones share a folder. Where there is no NVRTC, or one
+that is too old for the GPU, the entry of the newest version serves.
+
 Called by the GPU handlers before a program's first execution, from any thread. Driver handles are
 ffi/kernels.cc's.
 """
@@ -13,7 +17,7 @@ import threading
 from dataclasses import dataclass, field
 
 from . import cache
-from .nvrtc import CompileError, best_arch, compile_cubin, nvrtc
+from .nvrtc import CompileError, NvrtcNotFoundError, best_arch, compile_cubin, nvrtc, usable_archs
 from .render import FUNCTOR_NAME, Rendered, render
 from .sources import headers
 from .spec import KernelSpec
@@ -105,18 +109,15 @@ def _build(spec: KernelSpec, device_arch: str) -> tuple[Rendered, bytes]:
             "jaxinfer's GPU kernels need compute capability 8.0 (Ampere) or newer, "
             f"this GPU has {device_arch}. Use implementation='reference' here, which runs on every platform."
         )
-    compiler = nvrtc()
-    arch = best_arch(device_arch)
+    try:
+        arch = best_arch(device_arch)
+        version = "{}.{}".format(*nvrtc().version)
+    except NvrtcNotFoundError:
+        if (stored := _stored(spec, device_arch)) is not None:
+            return stored
+        raise
     rendered = render(spec, arch)
-    version = "{}.{}".format(*compiler.version)
-    name = cache.key(
-        [
-            rendered.text,
-            *(part for item in sorted(headers().items()) for part in item),
-            *options(arch),
-            version,
-        ]
-    )
+    name = f"{_source_key(rendered, arch)}.{version}"
     if (cubin := cache.get(name)) is not None:
         return rendered, cubin
     announce = threading.Timer(_ANNOUNCE_AFTER, _announce, (f"jaxinfer: compiling {spec} for {arch} ...",))
@@ -130,6 +131,22 @@ def _build(spec: KernelSpec, device_arch: str) -> tuple[Rendered, bytes]:
         announce.cancel()
     cache.put(name, cubin)
     return rendered, cubin
+
+
+def _source_key(rendered: Rendered, arch: str) -> str:
+    """The content hash of all that the compiler reads."""
+    texts = (part for item in sorted(headers().items()) for part in item)
+    return cache.key([rendered.text, *texts, *options(arch)])
+
+
+def _stored(spec: KernelSpec, device_arch: str) -> tuple[Rendered, bytes] | None:
+    """A kernel in the disk cache that runs on the device, whatever compiled it; the newest NVRTC's first."""
+    for arch in usable_archs(device_arch):
+        rendered = render(spec, arch)
+        for name in cache.versions(_source_key(rendered, arch)):
+            if (cubin := cache.get(name)) is not None:
+                return rendered, cubin
+    return None
 
 
 def _announce(line: str) -> None:

@@ -7,6 +7,7 @@ requests are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -245,7 +246,8 @@ class Generator:
         return self._params, *self._pools, layout, plans, batch.tokens, batch.last, rows
 
     def _compile(self, kind: StepKind) -> Any:
-        config, implementation = self.model.config, self._implementation
+        config = self.model.config
+        attention = functools.partial(jaxinfer.attention, implementation=self._implementation)
 
         def step(
             params: Params,
@@ -259,7 +261,7 @@ class Generator:
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             self.num_traces[kind] += 1  # runs when traced, not when executed
             hidden, k_pages, v_pages = forward(
-                params, config, tokens, layout, plans, k_pages, v_pages, implementation=implementation
+                params, config, tokens, layout, plans, k_pages, v_pages, attention=attention
             )
             return sample(logits(params, jnp.take(hidden, last, axis=0)), rows), k_pages, v_pages
 

@@ -7,7 +7,7 @@ is not here (scheduler.py, sampling.py, generate.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +54,15 @@ def forward(
     k_pages: jax.Array,
     v_pages: jax.Array,
     *,
-    implementation: str | None = None,
+    attention: Callable[..., object] = jaxinfer.attention,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs one step's tokens through all layers.
 
     `tokens`: int32 `[num_tokens]`, packed as in the layout; what padding holds does not matter. `plans`: of
     `make_plans`. `k_pages`, `v_pages`: `[num_layers, num_pages, page_size, num_kv_heads, head_dim]` in the
-    dtype of the weights; donate them, and the returned pools are the same memory. `implementation`: as in
-    `attention`.
+    dtype of the weights; donate them, and the returned pools are the same memory. `attention`: called as
+    `jaxinfer.attention` is. Layers stacked in `params` are scanned over, which compiles one; layers in a list
+    (`unstack_layers`) follow one another, which on a GPU saves copying each layer's weights out of the stack.
 
     Returns `(hidden [num_tokens, hidden_size] after the final norm, k_pages, v_pages)`; `logits` turns hidden
     states into logits, for those tokens that need them.
@@ -81,7 +82,7 @@ def forward(
 
     # The pools are carried whole and `layer` is an operand: slicing them, or scanning over them, would copy.
     def block(
-        carry: tuple[jax.Array, jax.Array, jax.Array], inputs: tuple[dict[str, jax.Array], jax.Array]
+        carry: tuple[jax.Array, jax.Array, jax.Array], inputs: tuple[dict[str, jax.Array], jax.Array | int]
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
         x, k_pages, v_pages = carry
         w, layer = inputs
@@ -94,20 +95,13 @@ def forward(
         k_pages, v_pages = jaxinfer.append_kv(k_pages, v_pages, k, v, slots, layer=layer)
 
         def attend(index: int) -> jax.Array:
-            o = jaxinfer.attention(
-                q,
-                k_pages,
-                v_pages,
-                layout,
-                plans[index],
-                variant=rules[index],
-                layer=layer,
-                implementation=implementation,
-            )
+            o = attention(q, k_pages, v_pages, layout, plans[index], variant=rules[index], layer=layer)
             assert isinstance(o, jax.Array)  # no LSE was asked for
             return o
 
-        if len(rules) == 1:
+        if isinstance(layer, int):
+            o = attend(config.window_index[layer])
+        elif len(rules) == 1:
             o = attend(0)
         else:
             o = jax.lax.switch(window_index[layer], [lambda i=i: attend(i) for i in range(len(rules))])
@@ -119,8 +113,14 @@ def forward(
         return (x, k_pages, v_pages), None
 
     x = params["embed"][tokens]
-    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    (x, k_pages, v_pages), _ = jax.lax.scan(block, (x, k_pages, v_pages), (params["layers"], layers))
+    carry = (x, k_pages, v_pages)
+    if isinstance(params["layers"], dict):
+        layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+        carry, _ = jax.lax.scan(block, carry, (params["layers"], layers))
+    else:
+        for layer, weights in enumerate(params["layers"]):
+            carry, _ = block(carry, (weights, layer))
+    x, k_pages, v_pages = carry
     return _rms_norm(x, params["final_norm"], config.rms_norm_eps), k_pages, v_pages
 
 

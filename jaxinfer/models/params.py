@@ -1,7 +1,8 @@
 """The weights of a Llama model as a pytree: its names and shapes, random weights, and filling it from named
 tensors.
 
-Layout: `{"embed", "final_norm", ["lm_head"], "layers": {name: [num_layers, ...]}}`; matrices are (out, in).
+Layout: `{"embed", "final_norm", ["lm_head"], "layers": {name: [num_layers, ...]}}`; matrices are (out, in). After
+`unstack_layers`, "layers" is a list with a dict per layer.
 File formats are not known here: a loader hands in a function that reads one tensor by name.
 """
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from jaxinfer.models.config import LlamaConfig
 
-Params: TypeAlias = dict[str, Any]  # leaves are jax.Array; "layers" is a dict of stacked leaves
+Params: TypeAlias = dict[str, Any]  # leaves are jax.Array; "layers": stacked, or a list
 Tensor: TypeAlias = npt.NDArray[Any]
 
 
@@ -83,6 +84,18 @@ def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = jnp.float32) -
         name: draw(name, shape, next(keys), (config.num_layers,)) for name, shape in inner.items()
     }
     return params
+
+
+def unstack_layers(params: Params) -> Params:
+    """The same weights with "layers" as a list. The stacks are freed one by one: give `params` away."""
+    layers = dict(params["layers"])
+    count = len(next(iter(layers.values())))
+    unstacked: list[dict[str, jax.Array]] = [{} for _ in range(count)]
+    split = jax.jit(lambda stack: [stack[i] for i in range(count)])
+    for name in list(layers):
+        for weights, leaf in zip(unstacked, split(layers.pop(name)), strict=True):
+            weights[name] = leaf
+    return params | {"layers": unstacked}
 
 
 def load_params(

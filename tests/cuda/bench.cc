@@ -50,56 +50,14 @@ void run_one(const Kernels& kernels, const BenchCase& bench) {
   p.options = o;
   int64_t num_pages = 0;
   make_layout(o, rng, &p, &num_pages);
-  const int num_tokens = static_cast<int>(p.q_pos.size());
-  AttentionParams a = spec_params(o);
-  PlanRequest request{};
-  request.num_tokens = num_tokens;
-  request.num_rows = static_cast<int>(p.q_len.size());
-  request.num_layouts = 1;
-  request.page_size = o.contiguous ? 1 : o.page_size;
-  request.kv_capacity = o.contiguous ? num_pages : static_cast<int64_t>(p.kv_indices.size()) * o.page_size;
-  request.contiguous = o.contiguous;
-  request.num_qo_heads = o.num_qo_heads;
-  request.num_kv_heads = o.num_kv_heads;
-  request.head_dim_qk = o.head_dim_qk;
-  request.head_dim_vo = o.head_dim_vo;
-  request.element_size = size;
-  request.split_tokens = 512;
-  request.clip.causal = (o.rules & kRuleCausal) != 0;
-  request.format = a.format;
-  for (int c = 0; c < request.format.num_classes; ++c) {
-    const ClassFormat& cls = request.format.classes[c];
-    request.costs[c] = default_costs(request.schedule, is_compute_bound(cls, request.group_size()));
-  }
-  fill_capacities(&request);
-  LayoutView layout{};
-  layout.q_start = p.q_start.data();
-  layout.q_len = p.q_len.data();
-  layout.kv_start = p.kv_start.data();
-  layout.kv_indices = p.kv_indices.data();
-  layout.kv_len = p.kv_len.data();
-  layout.kv_offset = p.kv_offset.data();
-  layout.q_pos = p.q_pos.data();
-  layout.kv_indices_capacity = static_cast<int64_t>(p.kv_indices.size());
-  Ints plan(request.format.num_words + 4);
-  make_plan(layout, request, plan.data());
-
-  a.format = request.format;
-  a.num_tokens = num_tokens;
-  a.num_rows = request.num_rows;
-  a.num_pages = num_pages;
-  a.page_size = request.page_size;
-  a.kv_indices_capacity = layout.kv_indices_capacity;
-  a.k_strides = make_strides(o, num_pages, o.head_dim_qk);
-  a.v_strides = make_strides(o, num_pages, o.head_dim_vo);
-  a.variant.sm_scale = 1.0f / std::sqrt(static_cast<float>(o.head_dim_qk));
-  a.variant.logits_soft_cap = o.logits_soft_cap;
-  Buffer d_plan(plan), d_indices(p.kv_indices), d_offset(p.kv_offset), d_pos(p.q_pos);
+  make_plan_and_params(&p, num_pages, false);
+  AttentionParams a = p.params;
+  Buffer d_plan(p.plan), d_indices(p.kv_indices), d_offset(p.kv_offset), d_pos(p.q_pos);
   a.plan = d_plan.as<int32_t>();
   if (!o.contiguous) a.kv_indices = d_indices.as<int32_t>();
   a.kv_offset = d_offset.as<int32_t>();
   a.q_pos = d_pos.as<int32_t>();
-  const int64_t heads = int64_t{num_tokens} * o.num_qo_heads;
+  const int64_t heads = int64_t{a.num_tokens} * o.num_qo_heads;
   const int64_t k_bytes = num_pages * a.k_strides.page * size, v_bytes = num_pages * a.v_strides.page * size;
   const int sets =
       static_cast<int>(std::clamp<int64_t>((int64_t{300} << 20) / (k_bytes + v_bytes) + 1, 1, 16));
@@ -162,7 +120,7 @@ void run_one(const Kernels& kernels, const BenchCase& bench) {
   const double flops = 2.0 * pairs * o.num_qo_heads * (o.head_dim_qk + o.head_dim_vo);
   std::printf("BENCH %-44s %9.1f us  (min %.1f)  %6.3f TB/s of K,V  %6.1f TFLOP/s  slots %d merges %d\n",
               bench.name.c_str(), us, times[0] * 1e3, bytes / us * 1e-6, flops / us * 1e-6,
-              plan[kHeaderNumSlots], plan[kHeaderNumMerge]);
+              p.plan[kHeaderNumSlots], p.plan[kHeaderNumMerge]);
   std::fflush(stdout);
   cudaGraphExecDestroy(exec);
   cudaGraphDestroy(graph);

@@ -203,6 +203,85 @@ inline Bytes make_pool(const Options& o, const Problem& p, int64_t num_pages, in
   return pool;
 }
 
+// What every problem needs beside its data, from make_layout's arrays: the plan, and the facts and host
+// pointers of the call. `fine`: small problems are cut into pieces, too.
+inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine) {
+  Problem& p = *problem;
+  const Options& o = p.options;
+  PlanRequest request{};
+  request.num_tokens = static_cast<int>(p.q_pos.size());
+  request.num_rows = static_cast<int>(p.q_len.size());
+  request.num_layouts = o.shared_prefix > 0 ? 2 : 1;
+  request.page_size = o.contiguous ? 1 : o.page_size;
+  request.kv_capacity = o.contiguous ? num_pages : static_cast<int64_t>(p.kv_indices.size()) * o.page_size;
+  request.contiguous = o.contiguous;
+  request.num_qo_heads = o.num_qo_heads;
+  request.num_kv_heads = o.num_kv_heads;
+  request.head_dim_qk = o.head_dim_qk;
+  request.head_dim_vo = o.head_dim_vo;
+  request.element_size = element_size(o.dtype);
+  request.schedule = o.runs ? Schedule::kRuns : Schedule::kLpt;
+  request.batch_invariant = o.batch_invariant;
+  request.split_tokens = 64;
+  request.clip.causal = (o.rules & kRuleCausal) != 0;
+  if ((o.rules & kRuleWindowLeft) != 0) request.clip.window_left = o.window_left;
+  if ((o.rules & kRuleWindowRight) != 0) request.clip.window_right = o.window_right;
+  request.format.num_classes = static_cast<int32_t>(o.classes.size());
+  for (size_t c = 0; c < o.classes.size(); ++c) {
+    ClassFormat& cls = request.format.classes[c];
+    cls.tile = o.classes[c].tile;
+    cls.packed = o.classes[c].packed ? 1 : 0;
+    cls.num_ctas = o.num_ctas;
+    cls.num_queues = choose_num_queues(o.num_ctas, num_heads(cls, o.num_qo_heads, o.num_kv_heads));
+    request.costs[c] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
+    if (fine) {
+      request.costs[c].floor = 32;
+      request.costs[c].fixed = 16;
+    }
+  }
+  fill_capacities(&request);
+  LayoutView layout{};
+  layout.q_start = p.q_start.data();
+  layout.q_len = p.q_len.data();
+  layout.kv_start = p.kv_start.data();
+  layout.kv_indices = p.kv_indices.data();
+  layout.kv_len = p.kv_len.data();
+  layout.kv_offset = p.kv_offset.data();
+  layout.q_pos = p.q_pos.data();
+  layout.block_pos = o.block_pos ? p.block_pos.data() : nullptr;
+  layout.kv_indices_capacity = static_cast<int64_t>(p.kv_indices.size());
+  p.plan.resize(request.format.num_words + 4);
+  while (reinterpret_cast<uintptr_t>(p.plan.data()) % 16 != 0) p.plan = Ints(p.plan);
+  make_plan(layout, request, p.plan.data());
+
+  AttentionParams& a = p.params;
+  a.layer = o.num_layers > 0 ? p.layer.data() : nullptr;
+  a.plan = p.plan.data();
+  a.kv_indices = o.contiguous ? nullptr : p.kv_indices.data();
+  a.kv_offset = p.kv_offset.data();
+  a.q_pos = p.q_pos.data();
+  a.block_pos = layout.block_pos;
+  a.dtype = o.dtype;
+  a.num_tokens = request.num_tokens;
+  a.num_rows = request.num_rows;
+  a.num_qo_heads = o.num_qo_heads;
+  a.num_kv_heads = o.num_kv_heads;
+  a.head_dim_qk = o.head_dim_qk;
+  a.head_dim_vo = o.head_dim_vo;
+  a.num_layers = o.num_layers > 0 ? o.num_layers : 1;
+  a.num_pages = num_pages;
+  a.page_size = request.page_size;
+  a.kv_indices_capacity = o.contiguous ? 0 : static_cast<int64_t>(p.kv_indices.size());
+  a.k_strides = make_strides(o, num_pages, o.head_dim_qk);
+  a.v_strides = make_strides(o, num_pages, o.head_dim_vo);
+  a.format = request.format;
+  a.variant.rules = o.rules;
+  a.variant.sm_scale = o.sm_scale != 0.0f ? o.sm_scale : 1.0f / std::sqrt(static_cast<float>(o.head_dim_qk));
+  a.variant.logits_soft_cap = o.logits_soft_cap;
+  a.variant.window_left = o.window_left;
+  a.variant.window_right = o.window_right;
+}
+
 inline Problem make_problem(const Options& o, uint32_t seed) {
   std::mt19937 rng(seed);
   Problem p{};
@@ -226,79 +305,11 @@ inline Problem make_problem(const Options& o, uint32_t seed) {
   }
   for (int i = 0; i < p.mask_indptr.back(); ++i) p.mask_bits.push_back(static_cast<uint8_t>(rng() | rng()));
 
-  PlanRequest request{};
-  request.num_tokens = num_tokens;
-  request.num_rows = num_rows;
-  request.num_layouts = o.shared_prefix > 0 ? 2 : 1;
-  request.page_size = o.contiguous ? 1 : o.page_size;
-  request.kv_capacity = o.contiguous ? num_pages : static_cast<int64_t>(p.kv_indices.size()) * o.page_size;
-  request.contiguous = o.contiguous;
-  request.num_qo_heads = o.num_qo_heads;
-  request.num_kv_heads = o.num_kv_heads;
-  request.head_dim_qk = o.head_dim_qk;
-  request.head_dim_vo = o.head_dim_vo;
-  request.element_size = size;
-  request.schedule = o.runs ? Schedule::kRuns : Schedule::kLpt;
-  request.batch_invariant = o.batch_invariant;
-  request.split_tokens = 64;
-  request.clip.causal = (o.rules & kRuleCausal) != 0;
-  if ((o.rules & kRuleWindowLeft) != 0) request.clip.window_left = o.window_left;
-  if ((o.rules & kRuleWindowRight) != 0) request.clip.window_right = o.window_right;
-  request.format.num_classes = static_cast<int32_t>(o.classes.size());
-  for (size_t c = 0; c < o.classes.size(); ++c) {
-    ClassFormat& cls = request.format.classes[c];
-    cls.tile = o.classes[c].tile;
-    cls.packed = o.classes[c].packed ? 1 : 0;
-    cls.num_ctas = o.num_ctas;
-    cls.num_queues = choose_num_queues(o.num_ctas, num_heads(cls, o.num_qo_heads, o.num_kv_heads));
-    request.costs[c] = default_costs(request.schedule, is_compute_bound(cls, request.group_size()));
-    request.costs[c].floor = 32;  // so that small problems are split, too
-    request.costs[c].fixed = 16;
-  }
-  fill_capacities(&request);
-  LayoutView layout{};
-  layout.q_start = p.q_start.data();
-  layout.q_len = p.q_len.data();
-  layout.kv_start = p.kv_start.data();
-  layout.kv_indices = p.kv_indices.data();
-  layout.kv_len = p.kv_len.data();
-  layout.kv_offset = p.kv_offset.data();
-  layout.q_pos = p.q_pos.data();
-  layout.block_pos = o.block_pos ? p.block_pos.data() : nullptr;
-  layout.kv_indices_capacity = static_cast<int64_t>(p.kv_indices.size());
-  p.plan.resize(request.format.num_words + 4);
-  while (reinterpret_cast<uintptr_t>(p.plan.data()) % 16 != 0) p.plan = Ints(p.plan);
-  make_plan(layout, request, p.plan.data());
-
+  make_plan_and_params(&p, num_pages, true);
   AttentionParams& a = p.params;
   a.q = p.q.data();
   a.k = p.k.data();
   a.v = p.v.data();
-  a.layer = o.num_layers > 0 ? p.layer.data() : nullptr;
-  a.plan = p.plan.data();
-  a.kv_indices = o.contiguous ? nullptr : p.kv_indices.data();
-  a.kv_offset = p.kv_offset.data();
-  a.q_pos = p.q_pos.data();
-  a.block_pos = layout.block_pos;
-  a.dtype = o.dtype;
-  a.num_tokens = num_tokens;
-  a.num_rows = num_rows;
-  a.num_qo_heads = o.num_qo_heads;
-  a.num_kv_heads = o.num_kv_heads;
-  a.head_dim_qk = o.head_dim_qk;
-  a.head_dim_vo = o.head_dim_vo;
-  a.num_layers = o.num_layers > 0 ? o.num_layers : 1;
-  a.num_pages = num_pages;
-  a.page_size = request.page_size;
-  a.kv_indices_capacity = o.contiguous ? 0 : static_cast<int64_t>(p.kv_indices.size());
-  a.k_strides = make_strides(o, num_pages, o.head_dim_qk);
-  a.v_strides = make_strides(o, num_pages, o.head_dim_vo);
-  a.format = request.format;
-  a.variant.rules = o.rules;
-  a.variant.sm_scale = o.sm_scale != 0.0f ? o.sm_scale : 1.0f / std::sqrt(static_cast<float>(o.head_dim_qk));
-  a.variant.logits_soft_cap = o.logits_soft_cap;
-  a.variant.window_left = o.window_left;
-  a.variant.window_right = o.window_right;
   a.variant.mask_bits = p.mask_bits.data();
   a.variant.mask_indptr = p.mask_indptr.data();
   a.variant.mask_capacity = static_cast<int64_t>(p.mask_bits.size());
