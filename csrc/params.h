@@ -81,7 +81,7 @@ struct AttentionParams {
   PlanFormat format;
   VariantParams variant;
 
-  int32_t group_size() const { return num_qo_heads / num_kv_heads; }
+  constexpr int32_t group_size() const { return num_qo_heads / num_kv_heads; }
 };
 
 // A tensor map as cuTensorMapEncodeTiled writes it; a kernel only hands its address to the copy engine.

@@ -51,14 +51,13 @@ class WgmmaConsumer {
         state_(reinterpret_cast<ConsumerState*>(memory + Shared::kConsumerStates)[threadIdx.x >> 5]),
         rows_{state_.cursor, cta_.group_size},
         barriers_{shared_address(memory + Shared::kBarriers)},
-        consumer_(static_cast<int>(threadIdx.x) / kWarpgroupThreads),
         k_slot_(0),
         v_slot_(0) {}
 
   JAXINFER_DEVICE void run() {
     ItemCursor cursor(params_, cls_, Config::kPacked, 1, state_.cursor);
     state_.query_parity = 0;
-    if (kPingPong && consumer_ == 0) named_arrive(kTurn, 2 * kWarpgroupThreads);
+    if (kPingPong && consumer() == 0) named_arrive(kTurn, 2 * kWarpgroupThreads);
     while (cursor.next()) {
       if (state_.cursor.item.bsr_row < 0) {
         write_empty<ConsumerConfig<Config>>(params_, state_.cursor.item, state_.cursor.head);
@@ -76,6 +75,7 @@ class WgmmaConsumer {
   // Both read again at every use: registers are for the products.
   static JAXINFER_DEVICE int lane() { return fresh_thread_index() & 31; }
   static JAXINFER_DEVICE int warp() { return fresh_thread_index() >> 5; }
+  static JAXINFER_DEVICE int consumer() { return fresh_thread_index() / kWarpgroupThreads; }
   // Tile row of this thread's fragment row r.
   static JAXINFER_DEVICE int tile_row(int r) { return warp() * 16 + (lane() >> 2) + r * 8; }
   JAXINFER_DEVICE const Item& item() const { return state_.cursor.item; }
@@ -108,7 +108,7 @@ class WgmmaConsumer {
       state_.tail = kGather ? kBlock : min(kBlock, state_.kv_end - last);
       const bool split = (64 % (Config::kPacked ? cta_.group_size.divisor : 1)) == 0;
       const uint32_t parity = state_.query_parity;
-      wait_barrier(barriers_.query_full(split ? consumer_ : 0), parity);
+      wait_barrier(barriers_.query_full(split ? consumer() : 0), parity);
       __syncwarp();
       state_.query_parity = parity ^ 1;
       first_block(last, blocks.count == 1);
@@ -165,9 +165,9 @@ class WgmmaConsumer {
 
   JAXINFER_DEVICE void start_scores(float (&s)[4 * kColumns]) {
     const uint64_t q =
-        matrix_descriptor(shared_address(memory_ + Shared::kQuery) + consumer_ * 64 * kPanelBytes, 16);
+        matrix_descriptor(shared_address(memory_ + Shared::kQuery) + consumer() * 64 * kPanelBytes, 16);
     const uint64_t k =
-        matrix_descriptor(shared_address(memory_ + Shared::kK) + k_slot_.stage * Shared::kKBytes, 16);
+        matrix_descriptor(shared_address(memory_ + Shared::kK) + k_slot_.stage() * Shared::kKBytes, 16);
     pin_registers(s);
     fence_products();
 #pragma unroll
@@ -180,7 +180,7 @@ class WgmmaConsumer {
   }
   JAXINFER_DEVICE void start_values() {
     const uint64_t v = matrix_descriptor(
-        shared_address(memory_ + Shared::kV) + v_slot_.stage * Shared::kVBytes, Shared::kKvPanel);
+        shared_address(memory_ + Shared::kV) + v_slot_.stage() * Shared::kVBytes, Shared::kKvPanel);
     pin_registers(o_);
     fence_products();
 #pragma unroll
@@ -192,11 +192,11 @@ class WgmmaConsumer {
   }
 
   JAXINFER_DEVICE void wait_keys() {
-    wait_barrier(barriers_.k_full(k_slot_.stage), k_slot_.parity);
+    wait_barrier(barriers_.k_full(k_slot_.stage()), k_slot_.parity());
     if constexpr (kGather) fence_tensor_proxy();
   }
   JAXINFER_DEVICE void wait_values() {
-    wait_barrier(barriers_.v_full(v_slot_.stage), v_slot_.parity);
+    wait_barrier(barriers_.v_full(v_slot_.stage()), v_slot_.parity());
     if constexpr (kGather) {
       fence_tensor_proxy();
     } else if (const int tail = state_.tail; tail < kBlock) {
@@ -205,13 +205,13 @@ class WgmmaConsumer {
   }
   JAXINFER_DEVICE void release_keys(bool last) {
     if (lane() == 0) {
-      arrive(barriers_.k_empty(k_slot_.stage));
-      if (last) arrive(barriers_.query_empty(consumer_));
+      arrive(barriers_.k_empty(k_slot_.stage()));
+      if (last) arrive(barriers_.query_empty(consumer()));
     }
     k_slot_.advance();
   }
   JAXINFER_DEVICE void release_values() {
-    if (lane() == 0) arrive(barriers_.v_empty(v_slot_.stage));
+    if (lane() == 0) arrive(barriers_.v_empty(v_slot_.stage()));
     v_slot_.advance();
   }
 
@@ -220,7 +220,7 @@ class WgmmaConsumer {
   JAXINFER_DEVICE void clear_tail(int tail) {
     // A page box that is not there at all is zeros already.
     const int end = Config::kPageBox > 0 ? (tail + Config::kPageBox - 1) & ~(Config::kPageBox - 1) : kBlock;
-    const uint32_t v = shared_address(memory_ + Shared::kV) + v_slot_.stage * Shared::kVBytes;
+    const uint32_t v = shared_address(memory_ + Shared::kV) + v_slot_.stage() * Shared::kVBytes;
     const int chunks = (end - tail) * 8;
 #pragma unroll 1
     for (int i = fresh_thread_index() % kWarpgroupThreads; i < chunks * Shared::kPanelsVo;
@@ -230,7 +230,7 @@ class WgmmaConsumer {
       store_shared(v + panel * Shared::kKvPanel + (tail * 8 + in_panel) * 16, make_uint4(0, 0, 0, 0));
     }
     fence_tensor_proxy();
-    named_sync(kGroup + consumer_, kWarpgroupThreads);
+    named_sync(kGroup + consumer(), kWarpgroupThreads);
     state_.tail = kBlock;  // after the barrier: every lane has read it
   }
 
@@ -249,12 +249,12 @@ class WgmmaConsumer {
   JAXINFER_DEVICE void next_block(int begin, bool last) {
     float s[4 * kColumns];
     wait_keys();
-    if constexpr (kPingPong) named_sync(kTurn + consumer_, 2 * kWarpgroupThreads);
+    if constexpr (kPingPong) named_sync(kTurn + consumer(), 2 * kWarpgroupThreads);
     start_scores(s);
     wait_values();
     start_values();
     if constexpr (kPingPong) {
-      named_arrive(kTurn + (consumer_ + 1 == kConsumers ? 0 : consumer_ + 1), 2 * kWarpgroupThreads);
+      named_arrive(kTurn + (consumer() + 1 == kConsumers ? 0 : consumer() + 1), 2 * kWarpgroupThreads);
     }
     wait_products<1>();
     pin_registers(s);
@@ -301,10 +301,10 @@ class WgmmaConsumer {
     return kPaged && params_.block_pos != nullptr ? positions()[c] : state_.kv_offset + begin + c;
   }
   JAXINFER_DEVICE const int* positions() const {
-    return reinterpret_cast<const int*>(memory_ + Shared::kPositions) + k_slot_.stage * kBlock;
+    return reinterpret_cast<const int*>(memory_ + Shared::kPositions) + k_slot_.stage() * kBlock;
   }
   JAXINFER_DEVICE uint4 present() const {
-    return reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage];
+    return reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage()];
   }
 
   // Logits and masks of a block whose products are done; then its keys are given back.
@@ -392,7 +392,7 @@ class WgmmaConsumer {
   }
   JAXINFER_DEVICE bool is_present(int c) const {
     const uint32_t* const words =
-        reinterpret_cast<const uint32_t*>(memory_ + Shared::kPresent) + k_slot_.stage * 4;
+        reinterpret_cast<const uint32_t*>(memory_ + Shared::kPresent) + k_slot_.stage() * 4;
     return (words[c / kRowsPerWord] >> (c % kRowsPerWord) & 1) != 0;
   }
 
@@ -543,7 +543,6 @@ class WgmmaConsumer {
   ConsumerState& state_;
   ItemRows<Config::kPacked> rows_;
   WgmmaBarriers<Config> barriers_;
-  int consumer_;
   RingCursor<Shared::kStages> k_slot_;
   RingCursor<Shared::kStages> v_slot_;
   // Of the item:

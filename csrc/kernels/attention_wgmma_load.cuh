@@ -53,6 +53,11 @@ struct WgmmaShared {
   static constexpr int kBytes = kCtaState + static_cast<int>(sizeof(CtaState));
   static_assert(Config::kBlockKV % 16 == 0 && Config::kBlockKV <= 128, "columns of a block");
   static_assert(Config::kNumThreads == kWarpgroupThreads * (kConsumers + 1), "a producer and the consumers");
+  // Per thread, as the launch deals them; a role that asks for more than is left waits for ever.
+  static constexpr int kRegisters = 65536 / Config::kNumThreads / 8 * 8;
+  static_assert(Config::kProducerRegisters + kConsumers * Config::kConsumerRegisters <=
+                    (kConsumers + 1) * kRegisters,
+                "registers of all roles");
   static_assert(Config::kSmemBytes == kBytes, "the tile table and the kernel disagree on shared memory");
 };
 
@@ -143,15 +148,15 @@ class WgmmaProducer {
       for (int begin = last; begin >= blocks.first; begin -= Config::kBlockKV) {
         // Page ids are read a block ahead: else every block would wait for them.
         const int next = begin > blocks.first ? look_up(begin - Config::kBlockKV) : 0;
-        wait_barrier(barriers_.k_empty(slot.stage), slot.parity);
-        load_k(slot.stage, begin, page);
+        wait_barrier(barriers_.k_empty(slot.stage()), slot.parity());
+        load_k(slot.stage(), begin, page);
         // Q comes after the first K: its place becomes free only when the item before has used its last K.
         if (begin == last) {
           if (warp_ == 0) load_query(query_parity);
           query_parity ^= 1;
         }
-        wait_barrier(barriers_.v_empty(slot.stage), slot.parity);
-        load_v(slot.stage, begin, page);
+        wait_barrier(barriers_.v_empty(slot.stage()), slot.parity());
+        load_v(slot.stage(), begin, page);
         page = next;
         slot.advance();
       }

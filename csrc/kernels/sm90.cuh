@@ -60,19 +60,16 @@ JAXINFER_DEVICE void wait_barrier(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Where a role stands in a ring of kStages slots.
+// Where a role stands in a ring of kStages slots. One register: how many slots it has passed.
 template <int kStages>
 struct RingCursor {
-  int stage = 0;
-  uint32_t parity;  // of the slot's current phase
+  static_assert((kStages & (kStages - 1)) == 0, "a division would cost more than a register");
+  uint32_t passed;
 
-  JAXINFER_DEVICE explicit RingCursor(uint32_t first_parity) : parity(first_parity) {}
-  JAXINFER_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+  JAXINFER_DEVICE explicit RingCursor(int first_parity) : passed(first_parity * kStages) {}
+  JAXINFER_DEVICE int stage() const { return static_cast<int>(passed % kStages); }
+  JAXINFER_DEVICE uint32_t parity() const { return passed / kStages & 1; }  // of the slot's current phase
+  JAXINFER_DEVICE void advance() { ++passed; }
 };
 
 // ---- barriers of groups of warps ----

@@ -192,10 +192,11 @@ def wgmma_config(
             break
     else:
         raise NotImplementedError(f"head_dim_vo {head_dim_vo} in tile {tile} does not fit into registers")
+    # A producer's and a consumer's. A CTA holds what it was launched with, whole eights per thread (168 for 384
+    # threads): a warpgroup that asks for more than is left of that waits for ever.
+    registers = (56, 224) if gather else (40, 232)
     if consumers == 3:
         registers = (32, 160) if contiguous else (56, 152)
-    else:
-        registers = (32, 240) if contiguous else (48, 232)
     return TileConfig(
         num_threads=128 * (consumers + 1),
         smem_bytes=smem,

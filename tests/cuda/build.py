@@ -75,6 +75,7 @@ def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
         "-std=c++17",
         f"-arch={arch}",
         "-cubin",
+        "--expt-relaxed-constexpr",
         *host,
         f"-I{ROOT}/csrc",
         "-lineinfo",
