@@ -51,6 +51,7 @@ class WgmmaConsumer {
         state_(reinterpret_cast<ConsumerState*>(memory + Shared::kConsumerStates)[threadIdx.x >> 5]),
         rows_{state_.cursor, cta_.group_size},
         barriers_{shared_address(memory + Shared::kBarriers)},
+        consumer_(static_cast<int>(threadIdx.x) / kWarpgroupThreads),
         k_slot_(0),
         v_slot_(0) {}
 
@@ -75,7 +76,10 @@ class WgmmaConsumer {
   // Both read again at every use: registers are for the products.
   static JAXINFER_DEVICE int lane() { return fresh_thread_index() & 31; }
   static JAXINFER_DEVICE int warp() { return fresh_thread_index() >> 5; }
-  static JAXINFER_DEVICE int consumer() { return fresh_thread_index() / kWarpgroupThreads; }
+  // Three consumers have no register to spare even for this.
+  JAXINFER_DEVICE int consumer() const {
+    return kConsumers == 2 ? consumer_ : fresh_thread_index() / kWarpgroupThreads;
+  }
   // Tile row of this thread's fragment row r.
   static JAXINFER_DEVICE int tile_row(int r) { return warp() * 16 + (lane() >> 2) + r * 8; }
   JAXINFER_DEVICE const Item& item() const { return state_.cursor.item; }
@@ -204,6 +208,7 @@ class WgmmaConsumer {
     }
   }
   JAXINFER_DEVICE void release_keys(bool last) {
+    if constexpr (kPaged) __syncwarp();  // every lane has read which columns are there
     if (lane() == 0) {
       arrive(barriers_.k_empty(k_slot_.stage()));
       if (last) arrive(barriers_.query_empty(consumer()));
@@ -543,6 +548,7 @@ class WgmmaConsumer {
   ConsumerState& state_;
   ItemRows<Config::kPacked> rows_;
   WgmmaBarriers<Config> barriers_;
+  int consumer_;
   RingCursor<Shared::kStages> k_slot_;
   RingCursor<Shared::kStages> v_slot_;
   // Of the item:

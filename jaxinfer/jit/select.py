@@ -16,6 +16,10 @@ _RULE_SOFTMAX = 32  # of `enum Rule` in csrc/params.h: all that the merge needs 
 _MMA_TILES = (16, 32, 64, 128)
 _WGMMA_TILES = (128, 192)
 
+#: Whether plans and calls that leave the choice to jaxinfer use the warpgroup kernel on Hopper. False until it has passed
+#: the GPU tests: then only implementation="wgmma" and tile 192 ask for it.
+WGMMA_BY_DEFAULT = False
+
 
 def attention_kernels(
     *,
@@ -59,7 +63,7 @@ def attention_kernels(
                 tile=tile,
                 packed=packed,
                 contiguous=contiguous,
-                page_box=_page_box(contiguous, page_size) if tile in _WGMMA_TILES and kernel != "attention_mma" else 0,
+                page_box=0 if kernel == "attention_mma" else _page_box(tile, contiguous, page_size),
                 rules=rules,
                 functor=functor,
                 **dims,
@@ -86,32 +90,28 @@ def append_kernels(*, dtype: str) -> str:
 
 
 def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
-    if tile == 1 and implementation is None:
-        return "attention_simt"
+    tiles = {None: (1, *_MMA_TILES, 192), "mma": _MMA_TILES, "wgmma": _WGMMA_TILES}[implementation]
+    if tile not in tiles:
+        raise ValueError(f"implementation={implementation!r} has no tile {tile}; plan with tiles from {tiles}")
     if tile == 1:
-        raise ValueError(
-            f"implementation={implementation!r} has no tile 1; plan with tiles from {_MMA_TILES}"
-        )
+        return "attention_simt"
     if dtype == "float32":
         raise ValueError(
             f"the plan has tile {tile}, dtype is float32: on a GPU float32 runs on tile 1 alone. "
             "Plan with tiles=(1,), which is the default when a GPU is JAX's default backend."
         )
-    if tile not in (*_MMA_TILES, *_WGMMA_TILES):
-        raise NotImplementedError(f"tile {tile} on a GPU; supported: 1, {_MMA_TILES} and 192")
-    if implementation == "mma" and tile not in _MMA_TILES:
-        raise ValueError(f"implementation='mma' has no tile {tile}; plan with tiles from {_MMA_TILES}")
-    if implementation == "wgmma" and tile not in _WGMMA_TILES:
-        raise ValueError(f"implementation='wgmma' has no tile {tile}; plan with tiles from {_WGMMA_TILES}")
     if implementation == "wgmma":
         return "attention_wgmma"
+    if implementation == "mma" or tile not in _WGMMA_TILES:
+        return "attention_mma"
     # Which template a large tile becomes is decided where the GPU is known.
-    return "attention" if tile in _WGMMA_TILES and implementation is None else "attention_mma"
+    return "attention" if WGMMA_BY_DEFAULT or tile not in _MMA_TILES else "attention_mma"
 
 
-def _page_box(contiguous: bool, page_size: int) -> int:
-    """Rows that one copy of the tensor engine brings: whole patterns of eight rows inside one page, 16 where they fit
-    because twice as many copies need twice as many warps; 0: pages are gathered row by row."""
-    if contiguous:
+def _page_box(tile: int, contiguous: bool, page_size: int) -> int:
+    """Rows that one copy of the tensor engine brings: whole patterns of eight rows inside one page, 16 where
+    they fit because twice as many copies need twice as many warps; 0: pages are gathered row by row.
+    """
+    if contiguous or tile not in _WGMMA_TILES:
         return 0
     return next((rows for rows in (16, 8) if page_size % rows == 0), 0)

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 #include <random>
+#include <sstream>
 
 #include "bench.h"
 #include "prefill.h"
@@ -72,7 +73,7 @@ void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
   if ((o.rules & kRuleWindowLeft) != 0) request.clip.window_left = o.window_left;
   request.format = a.format;
   const ClassFormat& cls = request.format.classes[0];
-  request.costs[0] = default_costs(request.schedule, is_compute_bound(cls, request.group_size()));
+  request.costs[0] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
   fill_capacities(&request);
   LayoutView layout{};
   layout.q_start = p.q_start.data();
@@ -179,7 +180,7 @@ void run_row(const std::vector<const PrefillBench*>& row, const std::vector<Pref
     }
   };
   constexpr int kRounds = 6;
-  constexpr double kBurst = 40.0;  // milliseconds
+  constexpr double kBurst = 30.0;  // milliseconds
   for (int round = 0; round <= kRounds; ++round) {
     for (size_t i = 0; i < contestants.size(); ++i) {
       Contestant& c = contestants[(i + round) % contestants.size()];
@@ -301,12 +302,19 @@ std::vector<PrefillBench> make_prefill_benches() {
 
 void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::string& filter) {
   const std::vector<PrefillBench> all = make_prefill_benches();
+  // Substrings of names, separated by commas.
+  auto wanted = [&](const std::string& name) {
+    std::istringstream parts(filter);
+    bool found = filter.empty();
+    for (std::string part; std::getline(parts, part, ',');) found = found || name.find(part) != std::string::npos;
+    return found;
+  };
   auto title = [](const PrefillBench& b) { return b.name.substr(0, b.name.rfind(' ')); };
   for (size_t i = 0; i < all.size();) {
     std::vector<const PrefillBench*> row;
     const std::string name = title(all[i]);
     for (; i < all.size() && title(all[i]) == name; ++i) row.push_back(&all[i]);
-    if (name.find(filter) != std::string::npos) run_row(row, builds);
+    if (wanted(name)) run_row(row, builds);
   }
 }
 
