@@ -80,8 +80,8 @@ def expand(line: str) -> list[tuple[str, str]]:
     """(spec, architecture) of one line of the list: `kernel key=a,b key=c ...`, every combination of the values.
 
     Keys are those of KernelSpec, with head_dim for both head dims (`192x128` for a pair) and rules by the
-    names of `jaxinfer.ffi.RULES` joined by "+", holes=1 for all holes of a user's text or holes=scores for those that leave
-    Q, K and V alone, and arch for the architectures.
+    names of `jaxinfer.ffi.RULES` joined by "+", holes=1 for all holes of a user's text or holes=scores for
+    those that leave Q, K and V alone, and arch for the architectures.
     """
     words = line.partition("#")[0].split()
     if not words:

@@ -89,8 +89,9 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// How the copy engine reads the operands of one launch of attention_wgmma, fastest dimension first: Q [head_dim_qk]
-// [num_qo_heads][num_tokens]; K and V [head_dim][page_size][num_kv_heads][num_pages][num_layers], or [head_dim]
+// How the copy engine reads the operands of one launch of attention_wgmma, fastest dimension first: Q
+// [head_dim_qk] [num_qo_heads][num_tokens]; K and V
+// [head_dim][page_size][num_kv_heads][num_pages][num_layers], or [head_dim]
 // [tokens][num_kv_heads][num_layers] when contiguous.
 struct TensorMaps {
   TensorMap q;

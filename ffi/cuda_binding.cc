@@ -84,7 +84,8 @@ void bind_cuda(nb::module_& m) {
         });
       },
       nb::arg("loader"),
-      "loader(spec_json, arch) -> (cubin, kernel name, threads per CTA, bytes of shared memory, whether its last "
+      "loader(spec_json, arch) -> (cubin, kernel name, threads per CTA, bytes of shared memory, whether its "
+      "last "
       "parameter is tensor maps, KV rows of one copy by them).");
   m.def(
       "kernel_sources",

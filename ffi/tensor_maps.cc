@@ -9,7 +9,7 @@ namespace jaxinfer::cuda {
 
 namespace {
 
-constexpr uint32_t kBoxElements = 64;  // of a row: 128 bytes, what one swizzle pattern spans
+constexpr uint32_t kBoxElements = 64;   // of a row: 128 bytes, what one swizzle pattern spans
 constexpr uint32_t kConsumerRows = 64;  // query rows of a warpgroup
 constexpr uint64_t kElementBytes = 2;
 
@@ -38,9 +38,10 @@ std::string encode(const AttentionParams& params, const void* address, int32_t h
   }
   const TensorMapType type = params.dtype == DType::kBF16 ? kMapBfloat16 : kMapFloat16;
   void* const base = const_cast<void*>(address != nullptr ? address : params.q);
-  return describe(driver().api.tensor_map_encode_tiled(map, type, kCount + 1, base, sizes, strides, box, ones,
-                                                       kMapNoInterleave, kMapSwizzle128, promotion, kMapFillZeros),
-                  "cuTensorMapEncodeTiled");
+  return describe(
+      driver().api.tensor_map_encode_tiled(map, type, kCount + 1, base, sizes, strides, box, ones,
+                                           kMapNoInterleave, kMapSwizzle128, promotion, kMapFillZeros),
+      "cuTensorMapEncodeTiled");
 }
 
 // K or V.

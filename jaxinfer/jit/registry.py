@@ -31,8 +31,8 @@ ENV_LINE_INFO = "JAXINFER_LINE_INFO"
 #: Seconds after which a compilation is announced on stderr.
 _ANNOUNCE_AFTER = 1.0
 
-#: (cubin, kernel name, threads per CTA, bytes of dynamic shared memory, whether it takes tensor maps, KV rows of one copy
-#: by them)
+#: (cubin, kernel name, threads per CTA, bytes of dynamic shared memory, whether it takes tensor maps, KV rows of
+#: one copy by them)
 Loaded = tuple[bytes, str, int, int, bool, int]
 
 

@@ -82,6 +82,11 @@ def holes(functor: FunctorSource) -> frozenset[str]:
     return frozenset(name for name, (pattern, *_) in _HOLES.items() if pattern.search(functor.text))
 
 
+def changes_inputs(functor: FunctorSource | None) -> frozenset[str]:
+    """The holes of a functor that change Q, K or V before the products."""
+    return holes(functor) & {"query", "key", "value"} if functor is not None else frozenset()
+
+
 def template(spec: KernelSpec, arch: str) -> str:
     """The template that computes `spec` on the architecture.
 
@@ -91,15 +96,15 @@ def template(spec: KernelSpec, arch: str) -> str:
     if spec.kernel not in ("attention", "attention_wgmma"):
         return spec.kernel
     # Tensor copies bring K and V to where the instructions read them, and Q too: nobody could change them between.
-    changed = holes(spec.functor) & {"query", "key", "value"} if spec.functor is not None else frozenset()
+    changed = changes_inputs(spec.functor)
     if arch == "sm_90a" and not changed:
         return "attention_wgmma"
     if spec.kernel == "attention" and spec.tile != 192:
         return "attention_mma"
     reason = f"rules that change {', '.join(sorted(changed))}" if changed else arch
     raise NotImplementedError(
-        f"tile {spec.tile} of attention_wgmma for {reason}; it needs compute capability 9.0 and rules that leave Q, K and V "
-        "as they are. Plan with tile 128, and leave implementation to jaxinfer."
+        f"tile {spec.tile} of attention_wgmma for {reason}; it needs compute capability 9.0 and rules that leave "
+        "Q, K and V as they are. Plan with tile 128, and leave implementation to jaxinfer."
     )
 
 

@@ -14,10 +14,11 @@ from .spec import FunctorSource, KernelSpec, join, padded_head_dim
 
 _RULE_SOFTMAX = 32  # of `enum Rule` in csrc/params.h: all that the merge needs to know
 _MMA_TILES = (16, 32, 64, 128)
-_WGMMA_TILES = (128, 192)
+#: Tiles of the warpgroup kernel.
+WGMMA_TILES = (128, 192)
 
-#: Whether plans and calls that leave the choice to jaxinfer use the warpgroup kernel on Hopper. False until it has passed
-#: the GPU tests: then only implementation="wgmma" and tile 192 ask for it.
+#: Whether plans and calls that leave the choice to jaxinfer use the warpgroup kernel on Hopper. False until it
+#: has passed the GPU tests: then only implementation="wgmma" and tile 192 ask for it.
 WGMMA_BY_DEFAULT = False
 
 
@@ -90,9 +91,11 @@ def append_kernels(*, dtype: str) -> str:
 
 
 def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
-    tiles = {None: (1, *_MMA_TILES, 192), "mma": _MMA_TILES, "wgmma": _WGMMA_TILES}[implementation]
+    tiles = {None: (1, *_MMA_TILES, 192), "mma": _MMA_TILES, "wgmma": WGMMA_TILES}[implementation]
     if tile not in tiles:
-        raise ValueError(f"implementation={implementation!r} has no tile {tile}; plan with tiles from {tiles}")
+        raise ValueError(
+            f"implementation={implementation!r} has no tile {tile}; plan with tiles from {tiles}"
+        )
     if tile == 1:
         return "attention_simt"
     if dtype == "float32":
@@ -102,7 +105,7 @@ def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
         )
     if implementation == "wgmma":
         return "attention_wgmma"
-    if implementation == "mma" or tile not in _WGMMA_TILES:
+    if implementation == "mma" or tile not in WGMMA_TILES:
         return "attention_mma"
     # Which template a large tile becomes is decided where the GPU is known.
     return "attention" if WGMMA_BY_DEFAULT or tile not in _MMA_TILES else "attention_mma"
@@ -112,6 +115,6 @@ def _page_box(tile: int, contiguous: bool, page_size: int) -> int:
     """Rows that one copy of the tensor engine brings: whole patterns of eight rows inside one page, 16 where
     they fit because twice as many copies need twice as many warps; 0: pages are gathered row by row.
     """
-    if contiguous or tile not in _WGMMA_TILES:
+    if contiguous or tile not in WGMMA_TILES:
         return 0
     return next((rows for rows in (16, 8) if page_size % rows == 0), 0)

@@ -59,7 +59,8 @@ class KernelSpec:
       tile: query rows of a tile; 0 where the kernel has no tiles.
       packed: rows are tokens x group_size heads.
       contiguous: K and V are contiguous, not paged.
-      page_box: where the template may be attention_wgmma, on pages: rows that one copy of the tensor engine brings, 8 or 16; 0: rows one by one.
+      page_box: where the template may be attention_wgmma, on pages: rows that one copy of the tensor engine
+        brings, 8 or 16; 0: rows one by one.
       rules: OR of the bits of `enum Rule` in csrc/params.h.
       functor: the user's rules, or None.
     """

@@ -92,9 +92,10 @@ _SIMT_ROWS = 8  # kSimtMaxRows of attention_simt.cuh
 _CTA_STATE = 32
 _WARP_STATE = 136
 
-# Of a consumer thread of the warpgroup kernel, by tile: registers for the accumulators of o and scores and the packed
-# weights, and what loaders that know pages, and masks and users' rules, take from that. The rest of the 232 to 240 (two
-# consumers) or 152 to 160 (three) is for addresses and what is in flight between the products. All found by compiling.
+# Of a consumer thread of the warpgroup kernel, by tile: registers for the accumulators of o and scores and the
+# packed weights, and what loaders that know pages, and masks and users' rules, take from that. The rest of the 224 or
+# 232 (two consumers), 152 or 160 (three) is for addresses and what is in flight between the products. All found by
+# compiling.
 _WGMMA_REGISTERS = {128: (188, 0, 12), 192: (128, 12, 24)}
 # sizeof of ConsumerState and CursorState of the kernel.
 _CONSUMER_STATE = 72

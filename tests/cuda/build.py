@@ -28,7 +28,13 @@ def run(*command: str) -> str:
 
 PROGRAMS = {
     "test_kernels": ["tests/cuda/test_kernels.cc", "tests/cuda/bench.cc"],
-    "test_prefill": ["tests/cuda/test_prefill.cc", "tests/cuda/prefill_bench.cc", "tests/cuda/bench.cc", "ffi/driver.cc", "ffi/tensor_maps.cc"],
+    "test_prefill": [
+        "tests/cuda/test_prefill.cc",
+        "tests/cuda/prefill_bench.cc",
+        "tests/cuda/bench.cc",
+        "ffi/driver.cc",
+        "ffi/tensor_maps.cc",
+    ],
 }
 
 
@@ -53,7 +59,15 @@ def build_program(name: str, folder: Path, jobs: ThreadPoolExecutor) -> Path:
         if out.exists() and out.stat().st_mtime > newest:
             return str(out)
         extra = f",{flags[source.name]}" if source.name in flags else ""
-        command = ["nvcc", "-std=c++17", "-O2", *host, f"-Xcompiler=-Wall{extra}", f"-I{ROOT}/csrc", f"-I{ROOT}/ffi"]
+        command = [
+            "nvcc",
+            "-std=c++17",
+            "-O2",
+            *host,
+            f"-Xcompiler=-Wall{extra}",
+            f"-I{ROOT}/csrc",
+            f"-I{ROOT}/ffi",
+        ]
         run(*command, "-c", str(source), "-o", str(out))
         return str(out)
 

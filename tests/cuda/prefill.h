@@ -1,4 +1,5 @@
-// The warpgroup kernel from the kernel tests: its specs, and launches with tensor maps as the FFI handler makes them.
+// The warpgroup kernel from the kernel tests: its specs, and launches with tensor maps as the FFI handler
+// makes them.
 #pragma once
 
 #include <fstream>

@@ -1,5 +1,5 @@
-// Throughput of the warpgroup kernel on batches of serving size, beside the portable kernel. The card is limited by
-// power: contestants run in short bursts, in an order that rotates, so that heat hits all alike.
+// Throughput of the warpgroup kernel on batches of serving size, beside the portable kernel. The card is
+// limited by power: contestants run in short bursts, in an order that rotates, so that heat hits all alike.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -27,11 +27,12 @@ void fill_random(const Buffer& buffer) {
     std::normal_distribution<float> normal;
     std::vector<float> table(1 << 16);
     for (float& x : table) x = normal(rng);
-    for (size_t i = 0; i < pattern.size() / 2; ++i) put_element(DType::kBF16, table[rng() & 0xffff], &pattern[2 * i]);
+    for (size_t i = 0; i < pattern.size() / 2; ++i)
+      put_element(DType::kBF16, table[rng() & 0xffff], &pattern[2 * i]);
   }
   for (size_t at = 0; at < buffer.bytes(); at += pattern.size()) {
-    CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern.data(), std::min(pattern.size(), buffer.bytes() - at),
-                          cudaMemcpyHostToDevice));
+    CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern.data(),
+                          std::min(pattern.size(), buffer.bytes() - at), cudaMemcpyHostToDevice));
   }
 }
 
@@ -92,7 +93,8 @@ void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
     double cost = 0;
     for (int i = plan[cls.queue_indptr + q]; i < plan[cls.queue_indptr + q + 1]; ++i) {
       const Item& item = request.format.items(plan.data(), 0)[i];
-      cost += static_cast<double>(item_cost(request.costs[0], item.num_tokens(), item.kv_end - item.kv_begin));
+      cost +=
+          static_cast<double>(item_cost(request.costs[0], item.num_tokens(), item.kv_end - item.kv_begin));
     }
     total += cost;
     largest = std::max(largest, cost);
@@ -253,8 +255,8 @@ std::vector<PrefillBench> make_prefill_benches() {
                                    {"p192", {192, true}, kMultiprocessors, false},
                                    {"u128", {128, false}, kMultiprocessors, false},
                                    {"mma", {128, false}, 2 * kMultiprocessors, true}};
-  auto add = [&](const std::string& name, const std::vector<Way>& run, int qk, int vo, int qo, int kv, int page,
-                 const Rows& rows, uint32_t rules = kCausal) {
+  auto add = [&](const std::string& name, const std::vector<Way>& run, int qk, int vo, int qo, int kv,
+                 int page, const Rows& rows, uint32_t rules = kCausal) {
     for (const Way& way : run) {
       Options o = Options();
       o.head_dim_qk = qk;
@@ -273,7 +275,8 @@ std::vector<PrefillBench> make_prefill_benches() {
       all.push_back({name + " " + way.name, o, way.portable});
     }
   };
-  const Rows four(4, {4096, 4096}), one(1, {16384, 16384}), sixteen(16, {1024, 1024}), chunks(16, {512, 8192});
+  const Rows four(4, {4096, 4096}), one(1, {16384, 16384}), sixteen(16, {1024, 1024}),
+      chunks(16, {512, 8192});
   add("4x4096 d128 causal dense", ways, 128, 128, 32, 8, 0, four);
   add("4x4096 d128 causal page16", ways, 128, 128, 32, 8, 16, four);
   add("4x4096 d128 causal page1", ways, 128, 128, 32, 8, 1, four);
@@ -306,7 +309,8 @@ void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::s
   auto wanted = [&](const std::string& name) {
     std::istringstream parts(filter);
     bool found = filter.empty();
-    for (std::string part; std::getline(parts, part, ',');) found = found || name.find(part) != std::string::npos;
+    for (std::string part; std::getline(parts, part, ',');)
+      found = found || name.find(part) != std::string::npos;
     return found;
   };
   auto title = [](const PrefillBench& b) { return b.name.substr(0, b.name.rfind(' ')); };

@@ -2,8 +2,8 @@
 //
 //   test_prefill --list | FOLDER [filter [i/n]] | FOLDER bench [filter[,filter...] [FOLDER...]]
 //
-// i/n: the i-th of n shares of the cases that the filter lets through. bench: with kernels of more folders, each with
-// a manifest of its own, beside those of the first.
+// i/n: the i-th of n shares of the cases that the filter lets through. bench: with kernels of more folders,
+// each with a manifest of its own, beside those of the first.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -65,7 +65,7 @@ std::vector<Case> make_prefill_cases() {
   struct Dims {
     int qk, vo, tile;
   };
-  const Dims dims[] = {{64, 64, 192},   {40, 56, 192},   {64, 64, 128},   {80, 96, 128}, {96, 72, 128},
+  const Dims dims[] = {{64, 64, 192},   {40, 56, 192},   {64, 64, 128},   {80, 96, 128},  {96, 72, 128},
                        {192, 192, 128}, {256, 200, 128}, {256, 256, 128}, {192, 128, 128}};
   for (const Dims& d : dims) {
     for (const Loader loader : {Loader::kContiguous, Loader::kPages16, Loader::kGather}) {
