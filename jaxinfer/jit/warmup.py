@@ -64,8 +64,10 @@ def model_kernels(
     from jaxinfer.ffi import RULES
 
     group_size = config.num_qo_heads // config.num_kv_heads
-    largest = 64 if config.head_dim > 128 else 128
+    largest = 64 if config.head_dim > 128 and not select.WGMMA_BY_DEFAULT else 128
     tiles = [t for t in (16, 32, 64, 128) if t >= group_size and (t <= largest or t < 2 * group_size)]
+    if select.WGMMA_BY_DEFAULT and config.head_dim <= 64:
+        tiles.append(192)
     if dtype == "float32":
         tiles = [1]
     specs = [select.append_kernels(dtype=dtype)]
@@ -94,7 +96,8 @@ def warmup(
 
     Args:
       specs: strings of `KernelSpec.to_json`, for example from `model_kernels`.
-      archs: architectures such as "sm_90a"; None: those of this machine's GPUs.
+      archs: architectures such as "sm_90a"; None: those of this machine's GPUs. Kernels that an
+        architecture cannot run are left out for it.
       progress: gets one line per kernel.
 
     Returns:
@@ -105,11 +108,16 @@ def warmup(
     """
     from .spec import KernelSpec
 
-    jobs = [(spec, arch) for arch in (local_archs() if archs is None else archs) for spec in specs]
-    for number, (spec, arch) in enumerate(jobs, 1):
+    jobs = [
+        (text, spec, arch)
+        for arch in (local_archs() if archs is None else archs)
+        for text, spec in ((text, KernelSpec.from_json(text)) for text in specs)
+        if spec.tile != 192 or arch == "sm_90a"
+    ]
+    for number, (text, spec, arch) in enumerate(jobs, 1):
         begin = time.perf_counter()
-        registry.load(spec, arch)
+        registry.load(text, arch)
         seconds = time.perf_counter() - begin
-        progress(f"[{number}/{len(jobs)}] {KernelSpec.from_json(spec)} {arch}: {seconds:.1f} s")
+        progress(f"[{number}/{len(jobs)}] {spec} {arch}: {seconds:.1f} s")
     progress(f"{len(jobs)} kernels ready in {cache.folder()}")
     return len(jobs)
