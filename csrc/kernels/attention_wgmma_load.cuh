@@ -272,7 +272,7 @@ class WgmmaProducer {
     __syncwarp();
     const int head = kv_head();
     const int lane_row = in_page(lane_index(begin));
-#pragma unroll
+#pragma unroll(kPanels > 2 ? 1 : kMost)  // for registers
     for (int j = 0; j < kMost; ++j) {
       const int box = first + j;
       const int box_page = __shfl_sync(kFullWarp, page < 0 ? kOutside : page, box & 31);
