@@ -44,6 +44,26 @@ struct CacheStrides {
   int64_t head;
 };
 
+// Division of [0, 2^31) by a number that is only known at run time: a product and a shift. The host prepares
+// it: a GPU would take longer for its magic number than for the first bytes of K.
+struct Divider {
+  uint32_t magic;
+  uint32_t shift;
+  int32_t divisor;
+
+  Divider() = default;
+  explicit Divider(int32_t d) : divisor(d) {
+    uint32_t log = 0;  // ceil(log2(d))
+    while ((int64_t{1} << log) < d) ++log;
+    shift = 31 + log;
+    // magic * d is in [2^shift, 2^shift + 2^log): the error stays under one for n < 2^31.
+    magic = static_cast<uint32_t>(((uint64_t{1} << shift) + d - 1) / static_cast<uint32_t>(d));
+  }
+  constexpr int32_t divide(int32_t n) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * magic >> shift);
+  }
+};
+
 struct AttentionParams {
   const void* q;         // [num_tokens, num_qo_heads, head_dim_qk] of dtype
   const void* k;         // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_qk] through k_strides
@@ -80,8 +100,15 @@ struct AttentionParams {
   CacheStrides v_strides;
   PlanFormat format;
   VariantParams variant;
+  // By group_size() and page_size, for the kernels of GPUs: set_dividers.
+  Divider group_divider;
+  Divider page_divider;
 
-  constexpr int32_t group_size() const { return num_qo_heads / num_kv_heads; }
+  void set_dividers() {
+    group_divider = Divider(group_size());
+    page_divider = Divider(page_size);
+  }
+  int32_t group_size() const { return num_qo_heads / num_kv_heads; }
 };
 
 // A tensor map as cuTensorMapEncodeTiled writes it; a kernel only hands its address to the copy engine.
@@ -118,6 +145,14 @@ struct AppendParams {
   int32_t page_size;
   CacheStrides k_strides;
   CacheStrides v_strides;
+  // By the 16-byte chunks of a row, for the kernel of GPUs: set_dividers.
+  Divider k_chunks;
+  Divider v_chunks;
+
+  void set_dividers() {
+    k_chunks = Divider(head_dim_qk * element_size / 16);
+    v_chunks = Divider(head_dim_vo * element_size / 16);
+  }
 };
 
 }  // namespace jaxinfer

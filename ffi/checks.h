@@ -84,6 +84,7 @@ inline ffi::Error read_plan_format(ffi::Span<const int32_t> classes, int32_t mer
                                      .num_ctas = field[3],
                                      .item_capacity = field[4],
                                      .queue_indptr = 0,
+                                     .queue_first = 0,
                                      .items = 0};
   }
   format->merge_capacity = merge_capacity;
@@ -234,6 +235,7 @@ inline ffi::Error make_params(AttentionCall& call, AttentionParams* params) {
                     .mask_capacity = masked ? static_cast<int64_t>(call.mask_bits.element_count()) : 0,
                     .q_start = masked ? call.q_start.typed_data() : nullptr,
                     .kv_len = masked ? call.kv_len.typed_data() : nullptr};
+  params->set_dividers();
   return ffi::Error::Success();
 }
 
@@ -278,6 +280,7 @@ inline ffi::Error make_params(AppendCall& call, bool hnd, bool has_layer, Append
   params->page_size = static_cast<int32_t>(k_shape.page_size);
   params->k_strides = k_shape.strides;
   params->v_strides = v_shape.strides;
+  params->set_dividers();
   return ffi::Error::Success();
 }
 

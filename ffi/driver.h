@@ -31,7 +31,26 @@ enum DeviceAttribute : int {
   kMaxSharedMemoryPerBlockOptin = 97,
 };
 
-enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
+enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8, kPreferredSharedMemoryCarveout = 9 };
+constexpr int kMaxShared = 100;  // a carveout, in percent
+
+enum LaunchAttributeId : int { kProgrammaticStreamSerialization = 6 };
+
+struct LaunchAttribute {  // CUlaunchAttribute
+  LaunchAttributeId id;
+  int padding;
+  int value;
+  char unused[60];
+};
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
 
 // Of tensor maps: what jaxinfer uses of each enumeration.
 enum TensorMapType : int { kMapFloat16 = 6, kMapBfloat16 = 9 };
@@ -61,9 +80,7 @@ struct Api {
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*func_set_attribute)(Function function, FunctionAttribute attribute, int value);
   Result (*func_load)(Function function);  // null before driver 12.4
-  Result (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                          Stream stream, void** params, void** extra);
+  Result (*launch_kernel)(const LaunchConfig* config, Function function, void** params, void** extra);
   Result (*tensor_map_encode_tiled)(TensorMap* map, TensorMapType type, uint32_t rank, void* address,
                                     const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
                                     const uint32_t* element_strides, TensorMapInterleave interleave,

@@ -99,7 +99,7 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
     const int64_t rows = int64_t{format.merge_capacity} * params.num_qo_heads;  // one warp each
     void* arguments[] = {&params, packed};
     if (const auto error = cuda::launch(merge, stride_grid(merge, ceil_div(rows, merge.num_threads / 32)),
-                                        stream, arguments);
+                                        stream, arguments, cuda::Start::kEarly);
         !error.empty()) {
       return internal(error);
     }

@@ -54,6 +54,8 @@ DeviceInfo read_device(int32_t ordinal) {
   info.name = name;
   info.arch = "sm_" + std::to_string(major * 10 + minor);
   if (info.arch == "sm_90") info.arch += "a";  // for the instructions that exist on this generation alone
+  // Streams can be captured with such launches from 12.3 on.
+  info.can_start_early = major >= 9 && driver().version >= 12030;
   info.error = describe(api.primary_ctx_retain(&info.context, info.device), "cuDevicePrimaryCtxRetain");
   return info;
 }
@@ -72,6 +74,7 @@ std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kerne
                    compiled.num_threads,
                    compiled.smem_bytes,
                    device.num_multiprocessors,
+                   device.can_start_early,
                    compiled.tensor_maps,
                    compiled.kv_box_rows};
   if (auto error = describe(api.module_load_data(module, compiled.cubin.data()), "cuModuleLoadData");
@@ -85,6 +88,14 @@ std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kerne
   }
   if (auto error =
           describe(api.func_set_attribute(kernel->function, kMaxDynamicSharedSizeBytes, compiled.smem_bytes),
+                   "cuFuncSetAttribute");
+      !error.empty()) {
+    return error;
+  }
+  // Kernels that divide L1 and shared memory alike follow each other without a pause, and can run side by
+  // side.
+  if (auto error =
+          describe(api.func_set_attribute(kernel->function, kPreferredSharedMemoryCarveout, kMaxShared),
                    "cuFuncSetAttribute");
       !error.empty()) {
     return error;
@@ -171,14 +182,21 @@ const std::vector<Kernel>* find_kernels(int32_t ordinal, std::string_view specs)
   return found == all.calls.end() ? nullptr : found->second.get();
 }
 
-std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params) {
+std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params, Start start) {
   const ScopedContext scope(kernel.context);
   if (!scope.error().empty()) return scope.error();
-  return describe(
-      driver().api.launch_kernel(kernel.function, static_cast<unsigned>(num_ctas), 1, 1,
-                                 static_cast<unsigned>(kernel.num_threads), 1, 1,
-                                 static_cast<unsigned>(kernel.smem_bytes), stream, params, nullptr),
-      "cuLaunchKernel");
+  LaunchAttribute early{};
+  early.id = kProgrammaticStreamSerialization;
+  early.value = 1;
+  LaunchConfig config{};
+  config.grid[0] = static_cast<unsigned>(num_ctas);
+  config.block[0] = static_cast<unsigned>(kernel.num_threads);
+  config.grid[1] = config.grid[2] = config.block[1] = config.block[2] = 1;
+  config.shared_bytes = static_cast<unsigned>(kernel.smem_bytes);
+  config.stream = stream;
+  config.attributes = &early;
+  config.num_attributes = start == Start::kEarly && kernel.can_start_early ? 1 : 0;
+  return describe(driver().api.launch_kernel(&config, kernel.function, params, nullptr), "cuLaunchKernelEx");
 }
 
 }  // namespace jaxinfer::cuda

@@ -35,9 +35,14 @@ struct Kernel {
   int32_t num_threads;
   int32_t smem_bytes;
   int32_t num_multiprocessors;  // of the device
+  bool can_start_early;         // the device and its driver know Start::kEarly, captured or not
   bool tensor_maps;             // see CompiledKernel
   int32_t kv_box_rows;
 };
+
+// When a kernel may start: when what was launched before it on the stream has ended, or earlier, because it
+// waits on the GPU itself before it reads anything of the launch before (9.0 on; elsewhere as kAfterAll).
+enum class Start { kAfterAll, kEarly };
 
 // Facts about a device, read once.
 struct DeviceInfo {
@@ -47,7 +52,8 @@ struct DeviceInfo {
   std::string arch;
   int32_t num_multiprocessors;
   int32_t max_smem_bytes;  // per CTA
-  std::string error;       // empty when the device can be used
+  bool can_start_early;
+  std::string error;  // empty when the device can be used
 };
 const DeviceInfo& device_info(int32_t ordinal);
 
@@ -60,6 +66,7 @@ std::string load_kernels(int32_t ordinal, std::string_view specs);
 const std::vector<Kernel>* find_kernels(int32_t ordinal, std::string_view specs);
 
 // Launches on a stream of the kernel's device; never allocates or synchronises. "" or an error.
-std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params);
+std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params,
+                   Start start = Start::kAfterAll);
 
 }  // namespace jaxinfer::cuda

@@ -78,7 +78,12 @@ PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tok
     request.costs[c] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
     if (costs) {
       const auto [fixed, alpha, beta, floor, weight] = (*costs)[c];
-      request.costs[c] = {fixed, alpha, beta, floor, weight};
+      Costs& given = request.costs[c];
+      given.fixed = fixed;
+      given.alpha = alpha;
+      given.beta = beta;
+      given.floor = floor;
+      given.weight = weight;
       require(fixed >= 0 && alpha >= 0 && beta >= 1 && weight >= 1,
               "costs: fixed, alpha >= 0, beta, weight >= 1");
       require(floor >= 32 && floor % 16 == 0, "costs: floor must be a multiple of 16, at least 32");

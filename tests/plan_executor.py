@@ -68,9 +68,15 @@ def unpack(
         padded = -(-(num_queues + 1) // 4) * 4
         assert not data[word + num_queues + 1 : word + padded].any()
         word += padded
+        first = data[word : word + 8 * num_queues].view(ITEM_DTYPE)
+        word += 8 * num_queues
         items = data[word : word + 8 * item_capacity].view(ITEM_DTYPE)
         word += 8 * item_capacity
         views.append(ClassView(tokens, indptr, items))
+        for q in range(num_queues):
+            assert first[q] == (
+                views[-1].queue(q)[0] if len(views[-1].queue(q)) else np.zeros(1, ITEM_DTYPE)[0]
+            )
     token = data[word : word + merge_capacity]
     word += merge_capacity
     indptr = data[word : word + merge_capacity + 1]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from backend import cpu_only
 
+import jaxinfer
 from jaxinfer.bench import cases as rows
-from jaxinfer.bench import versus
-from jaxinfer.bench.burst import JaxBurst, per_call, race
-from jaxinfer.bench.cases import Case, decode_case, make_operands, prefill_case
+from jaxinfer.bench import rivals, versus
+from jaxinfer.bench.burst import Burst, JaxBurst, per_call, race
+from jaxinfer.bench.cases import Case, Operands, decode_case, make_operands, prefill_case
+from jaxinfer.bench.ceilings import measure_ceilings, run_until_steady
 from jaxinfer.bench.measure import Timing
 from jaxinfer.bench.rivals import OURS, RIVALS, kernel_specs
-from jaxinfer.bench.versus import as_json, fastest_seconds, measure_case, measure_ceilings, relative_error
+from jaxinfer.bench.row import Entry, Row, fastest_seconds, measure_case, relative_error
+from jaxinfer.bench.torch_rivals import GraphBurst
+from jaxinfer.bench.versus import as_json
 from jaxinfer.cli import main
 from jaxinfer.jit.spec import KernelSpec
 
@@ -127,7 +135,7 @@ def test_a_failing_library_is_listed_and_the_row_goes_on():
     assert row.absent["broken"] == "failed: OSError: no such kernel"
     assert "relative error" in row.absent["liar v1"]
     assert row.ratio is None
-    entry = as_json([row], measure_ceilings(small=True), {"torch": ["torch"]})
+    entry = as_json([row], measure_ceilings(seconds=0.1), {"torch": ["torch"]})
     assert json.loads(json.dumps(entry))["rows"][0]["kv_tokens"] == 11
 
 
@@ -148,6 +156,72 @@ def test_bursts_run_every_set_and_take_turns():
         b.first_estimate()
         b.warm_up()
     assert race({"a": burst, "b": other}, seconds=0.0)["a"].rounds == 5
+
+
+class FakeTorch:
+    """What GraphBurst uses of torch; a graph replays nothing."""
+
+    class Nothing:
+        def __init__(self, *_args: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+        def wait_stream(self, _stream: object) -> None: ...
+        def replay(self) -> None: ...
+
+    class cuda:
+        @staticmethod
+        def synchronize() -> None: ...
+
+
+for _name in ("Stream", "stream", "current_stream", "CUDAGraph", "graph"):
+    setattr(FakeTorch.cuda, _name, FakeTorch.Nothing)
+
+
+def test_what_a_recorded_graph_reads_lives_as_long_as_the_graph(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch)
+
+    class Workspace: ...
+
+    def burst() -> tuple[GraphBurst, weakref.ref[Workspace]]:
+        workspace = Workspace()
+        return GraphBurst([lambda: (workspace, np.zeros(1))[1]]), weakref.ref(workspace)
+
+    graph, workspace = burst()
+    gc.collect()
+    assert workspace() is not None
+    graph.first_estimate()
+    del graph
+    gc.collect()
+    assert workspace() is None
+
+
+def test_variants_that_lose_are_freed_before_anything_is_timed():
+    case = decode_case("x", (5, 6), **SMALL)
+    ours = next(r for r in RIVALS if r.name == OURS)
+    made: list[weakref.ref[Burst]] = []
+    alive: list[int] = []
+
+    class Watched(JaxBurst):
+        def warm_up(self) -> float:
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in made))
+            return super().warm_up()
+
+    def variants(ops: Operands) -> dict[str, Callable[[], Burst]]:
+        def make(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
+            return jaxinfer.attention(q, k, v, layout, plan, variant=jaxinfer.Variant(causal=True))
+
+        def burst() -> Burst:
+            made.append(
+                weakref.ref(b := Watched(make, ops.sets, (ops.layout, rivals._plan(case, ops.layout))))
+            )
+            return b
+
+        return {"a": burst, "b": burst, "c": burst}
+
+    row = measure_case(case, [replace(ours, variants=variants)], 0.0)
+    assert [e.rival for e in row.entries] == [OURS]
+    assert len(made) == 3 and alive == [1]
 
 
 def test_a_busy_host_cannot_make_a_figure_too_good():
@@ -177,9 +251,25 @@ def test_impossible_figures_are_reported_and_not_counted():
     row = measure_case(case, [ours], 0.0, fastest=3600.0)
     assert not row.entries and row.ratio is None
     assert re.match(r"IMPOSSIBLE and not counted: .* us per call, .* needs 3600000000", row.absent[OURS])
-    ceilings = {"copy": Timing(1e-12, 0, 0, 5), "matmul": Timing(1e-15, 0, 0, 5)}
-    assert fastest_seconds(case, ceilings, "gpu") == pytest.approx(case.kv_bytes * 1e-12 / 1.15)
+    ceilings = {"read": 1e12, "copy": 0.5e12, "matmul": 1e15}
+    assert fastest_seconds(case, ceilings, "gpu") == pytest.approx(case.kv_bytes * 1e-12 / 1.1)
     assert fastest_seconds(case, ceilings, "cpu") == 0.0
+
+
+def test_ceilings_are_of_a_warm_device():
+    ceilings = measure_ceilings(seconds=0.1)
+    assert set(ceilings) == {"read", "copy", "matmul"} and min(ceilings.values()) > 0
+    assert set(measure_ceilings(["read"], seconds=0.1)) == {"read"}
+    times = iter([*np.linspace(2.0, 1.0, 60), *[1.0] * 60])
+    count = 0
+
+    def run() -> float:
+        nonlocal count
+        count += 1
+        return next(times)
+
+    run_until_steady(run, 10.0)
+    assert 60 < count < 90
 
 
 def test_what_libraries_compile_is_ready_before_anything_is_timed(
@@ -189,14 +279,16 @@ def test_what_libraries_compile_is_ready_before_anything_is_timed(
     ours = next(r for r in RIVALS if r.name == OURS)
     made = replace(ours, prepare=lambda cases: events.append(f"prepare {[c.name for c in cases]}"))
     monkeypatch.setattr(versus, "RIVALS", (made,))
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    measure = versus.measure_ceilings
-    monkeypatch.setattr(versus, "measure_ceilings", lambda **o: events.append("time") or measure(**o))
+    ceilings = {"read": 1e12, "copy": 0.5e12, "matmul": 1e15}
+
+    def measured(cases: list[Case], ready: list[rivals.Rival], seconds: float) -> Iterator[Any]:
+        events.append(f"measure {[r.name for r in ready]}")
+        yield from ((Row(case, absent={"all": "not run"}), ceilings) for case in cases)
+
+    monkeypatch.setattr(versus, "measure_rows", measured)
     case = replace(prefill_case("x", 1, 9, page_size=None, **SMALL), platforms=("cpu",))
-    rows = versus.bench_versus([case, replace(case, name="y")], seconds=0.0)
-    assert events == ["prepare ['x', 'y']", "time"]
-    # No second is left after the ceilings: rows that do not run say so.
-    assert [r.absent for r in rows] == [{"all": "not run: 0 s were over (--seconds, --rows)"}] * 2
+    versus.bench_versus([case, replace(case, name="y")], seconds=0.0)
+    assert events == ["prepare ['x', 'y']", f"measure {[OURS]}"]
     assert "y: all: not run" in capsys.readouterr().out
 
 
@@ -212,12 +304,12 @@ def test_our_kernels_are_known_beforehand():
 
 def test_wide_quartiles_are_marked(capsys: pytest.CaptureFixture[str]):
     case = decode_case("x", (5, 6), **SMALL)
-    ceilings = {"copy": Timing(1e-12, 0, 0, 5), "matmul": Timing(1e-15, 0, 0, 5)}
+    ceilings = {"read": 1e12, "copy": 0.5e12, "matmul": 1e15}
     entries = [
-        versus.Entry(OURS, "", Timing(1e-3, 0.99e-3, 1.01e-3, 5), 1e-3, None),
-        versus.Entry("peer", "v2", Timing(2e-3, 1.9e-3, 2.1e-3, 5), 1e-3, None),
+        Entry(OURS, "", Timing(1e-3, 0.99e-3, 1.01e-3, 5), 1e-3, None),
+        Entry("peer", "v2", Timing(2e-3, 1.9e-3, 2.1e-3, 5), 1e-3, None),
     ]
-    versus._report([versus.Row(case, entries)], ceilings, {}, [])
+    versus._report([Row(case, entries)], ceilings, {}, [])
     out = capsys.readouterr().out
     assert "1900.0-2100.0 WIDE" in out and "990.0-1010.0 WIDE" not in out
     assert "x: 2.00 x the speed of peer v2; the quartiles of peer are more than 5% apart" in out

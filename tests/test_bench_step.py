@@ -9,10 +9,7 @@ import pytest
 from jaxinfer.bench import step
 
 
-def test_bytes_are_weights_and_cache_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step, "READ_BYTES", 1 << 26)
+def test_bytes_are_weights_and_cache_once(capsys: pytest.CaptureFixture[str]) -> None:
     small = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2)
     config = dataclasses.replace(step.LLAMA_8B, **small, num_qo_heads=4, num_kv_heads=2, head_dim=16)
     results = step.bench_step(config, ((1, 33), (3, 16)))

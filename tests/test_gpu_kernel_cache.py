@@ -92,6 +92,7 @@ def test_times_are_reported(
 ) -> None:
     """Seconds to compile each kernel of a model and to read it back, printed; nothing is asserted of them."""
     monkeypatch.setenv(cache.ENV_FOLDER, str(tmp_path))
+    monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")  # NVRTC has a cache of its own
     (arch, *_) = warmup.local_archs()
     heads = warmup.AttentionHeads(32, 8, 128)
     rules = [Variant(causal=True), Variant(causal=True, window_left=64, logits_soft_cap=30.0)]

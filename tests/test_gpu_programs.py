@@ -103,20 +103,26 @@ def test_handlers_are_inside_a_command_buffer(tmp_path: Path) -> None:
     run_python(DUMPED, XLA_FLAGS=flags)
     files = list(tmp_path.glob("*all_layers*thunk_sequence*"))
     assert files, sorted(path.name for path in tmp_path.iterdir())
-    # The sequence is dumped before and after the pass that makes command buffers.
-    texts = [text for text in (path.read_text() for path in files) if "kCommandBuffer" in text]
-    assert texts, "\n".join(path.read_text() for path in files)
-    text = texts[-1]
-    print(text)
-    lines = text.splitlines()
-    buffers = [i for i, line in enumerate(lines) if "kCommandBuffer" in line]
-    assert buffers, text
+    # The sequence is dumped before and after the pass that makes command buffers, in files or paragraphs.
+    parts = [part for path in files for part in path.read_text().split("\n\n")]
+    captured = [part for part in parts if "kCommandBuffer" in part]
+    assert captured, "\n".join(parts)
+    for part in captured:
+        assert "kCustomCall" in part and not calls_outside(part), part
 
-    def indent(line: str) -> int:
-        return len(line) - len(line.lstrip())
 
-    outside = [x for x in lines if "kCustomCall" in x and indent(x) <= indent(lines[buffers[0]])]
-    assert not outside, text
+def calls_outside(sequence: str) -> list[str]:
+    """Custom calls that are not indented below a command buffer."""
+    outside, inside_from = [], None
+    for line in sequence.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if inside_from is not None and indent <= inside_from:
+            inside_from = None
+        if "kCommandBuffer" in line:
+            inside_from = indent
+        elif "kCustomCall" in line and inside_from is None:
+            outside.append(line)
+    return outside
 
 
 def test_without_command_buffers_bits_are_the_same() -> None:

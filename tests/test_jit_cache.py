@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfer.cli import main
 from jaxinfer.jit import cache, nvrtc, registry
 from jaxinfer.jit.spec import KernelSpec
 
@@ -60,6 +61,15 @@ def test_compiled_once_then_found(
     assert len(compilations) == 2 and cache.count() == 2
 
 
+def test_a_missing_folder_is_made(
+    fresh: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fresh / "not" / "there"
+    monkeypatch.setenv(cache.ENV_FOLDER, str(folder))
+    registry.load(APPEND.to_json(), "sm_90a")
+    assert len(list((folder / "kernels").glob("*.cubin"))) == 1
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
 def test_damaged_entry_is_rebuilt(
     fresh: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, damage: str
@@ -89,6 +99,42 @@ def test_folder_that_cannot_be_written_costs_time_only(
     cubin, entry, *_ = registry.load(APPEND.to_json(), "sm_90a")
     assert cubin and entry == "jaxinfer_append" and len(compilations) == 1
     assert cache.count() == 0
+
+
+def test_a_slow_compilation_is_announced(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announced = threading.Event()
+
+    def announce(line: str) -> None:
+        print(line, file=sys.stderr)
+        announced.set()
+
+    def slow(*args: object) -> tuple[bytes, str]:
+        assert announced.wait(timeout=60)
+        return b"cubin", ""
+
+    monkeypatch.setattr(registry, "_announce", announce)
+    monkeypatch.setattr(registry, "_ANNOUNCE_AFTER", 0.01)
+    monkeypatch.setattr(registry, "compile_cubin", slow)
+    registry.load(APPEND.to_json(), "sm_90a")
+    assert capsys.readouterr().err == "jaxinfer: compiling append bfloat16 for sm_90a ...\n"
+    monkeypatch.setattr(registry, "_entries", {})
+    registry.load(APPEND.to_json(), "sm_90a")  # from the disk, without a word
+    assert capsys.readouterr().err == ""
+
+
+def test_the_warmup_command_fills_the_cache(
+    fresh: Path, compilations: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["warmup", "--heads", "8/2", "--head-dim", "128", "--arch", "sm_80", "sm_90a"]
+    assert main(argv) == 0
+    lines = capsys.readouterr().err.splitlines()
+    count = len(compilations)
+    assert count == cache.count() > 8 and len(lines) == count + 1
+    assert lines[0].startswith(f"[1/{count}] append bfloat16 sm_80: ")
+    assert lines[-1] == f"{count} kernels ready in {fresh}"
+    assert main(argv) == 0 and len(compilations) == count
 
 
 def test_threads_compile_a_kernel_once(

@@ -98,7 +98,7 @@ def test_forward_is_the_dense_model(family: str, implementation: str | None) -> 
     check_forward(family, implementation, lambda params: params)
 
 
-@pytest.mark.parametrize("family", ["llama", "alternating windows"])
+@pytest.mark.parametrize("family", ["llama", "all biases", "alternating windows"])
 def test_layers_in_a_list(family: str) -> None:
     check_forward(family, None, unstack_layers)
 

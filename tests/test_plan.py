@@ -84,7 +84,7 @@ def check_pairs(layout: BlockSparse, setting: Setting) -> None:
 def check_merge_list(layout: BlockSparse, setting: Setting) -> None:
     """Entries ascend by token, an item's tokens have consecutive entries, slots ascend in KV position."""
     view = setting.view(layout)
-    assert view.version == 1 and view.num_tokens == layout.num_tokens
+    assert view.version == 2 and view.num_tokens == layout.num_tokens
     assert view.num_items == tuple(int(c.queue_indptr[-1]) for c in view.classes)
     token, indptr, slots = view.merge_token, view.merge_indptr, view.merge_slots
     assert (np.diff(token[: view.num_merge]) > 0).all() and (token[view.num_merge :] == -1).all()

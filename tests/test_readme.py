@@ -30,6 +30,17 @@ def test_generate_command_parses():
     assert args.prompts == ["The capital of France is"]
 
 
+def test_other_commands_parse():
+    text = readme_text.README.read_text(encoding="utf-8")
+    lines = re.findall(r"^    python -m jaxinfer (.+)$", text, flags=re.MULTILINE)
+    lines = [line for line in lines if "..." not in line and "[" not in line]
+    assert len(lines) >= 8
+    for line in lines:
+        parser().parse_args(shlex.split(line, comments=True))
+    for what in ("generate", "info", "warmup", "bench plan", "bench decode", "bench prefill", "bench step"):
+        assert f"    python -m jaxinfer {what} " in readme_text.section("Command line")
+
+
 def test_example_computes_attention(capsys: pytest.CaptureFixture[str]):
     program = readme_text.example()
     assert len([line for line in program.splitlines() if line]) <= 20

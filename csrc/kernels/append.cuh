@@ -8,7 +8,7 @@ namespace jaxinfer {
 // Copies one row of `from` [num_heads, chunks] to the slots of a token, by the threads of the CTA.
 template <class Config>
 JAXINFER_DEVICE void append_row(const void* from, void* pool, const CacheStrides& strides, int64_t place,
-                                int64_t token, int num_heads, const FastDivider& chunks) {
+                                int64_t token, int num_heads, const Divider& chunks) {
   const uint4* const source = static_cast<const uint4*>(from) + token * num_heads * chunks.divisor;
   for (int i = threadIdx.x; i < num_heads * chunks.divisor; i += Config::kNumThreads) {
     const int head = chunks.divide(i);
@@ -25,8 +25,6 @@ JAXINFER_DEVICE void append(const AppendParams& params) {
     layer = *params.layer;
     if (layer < 0 || layer >= params.num_layers) return;
   }
-  const FastDivider k_chunks(params.head_dim_qk * Config::kElementSize / 16);
-  const FastDivider v_chunks(params.head_dim_vo * Config::kElementSize / 16);
   const int64_t num_slots = params.num_pages * params.page_size;
   for (int64_t token = blockIdx.x; token < params.num_tokens; token += gridDim.x) {
     const int64_t slot = params.slots[token];
@@ -36,11 +34,11 @@ JAXINFER_DEVICE void append(const AppendParams& params) {
     append_row<Config>(
         params.k, params.k_pages, params.k_strides,
         layer * params.k_strides.layer + page * params.k_strides.page + in_page * params.k_strides.token,
-        token, params.num_kv_heads, k_chunks);
+        token, params.num_kv_heads, params.k_chunks);
     append_row<Config>(
         params.v, params.v_pages, params.v_strides,
         layer * params.v_strides.layer + page * params.v_strides.page + in_page * params.v_strides.token,
-        token, params.num_kv_heads, v_chunks);
+        token, params.num_kv_heads, params.v_chunks);
   }
 }
 

@@ -14,23 +14,37 @@
 
 namespace jaxinfer {
 
+// Tiles of up to 32 rows have registers to spare, and every trip to shared memory would delay their copies.
+template <class Config>
+constexpr bool kStateInRegisters = Config::kTile <= 32;
+
 // What shared memory holds, in bytes from its start. kSmemBytes of jaxinfer/jit/tiles.py is the same sum.
 template <class Config>
 struct MmaSharedMemory {
-  static constexpr int kMergePitch =
-      Config::kHeadDimVo + 8;                          // floats; 8 more keep the rows of a fragment apart
-  static constexpr int kSlots = Config::kStreams / 2;  // streams that hand over their state at once
+  static constexpr int kStates = Config::kStreams > 1 ? Config::kStreams * Config::kTile : 0;
   static constexpr int kQuery = 0;
   static constexpr int kRing = kQuery + Config::kTile * Config::kHeadDimQk * 2;
-  static constexpr int kMerge = kRing + RingShape<Config>::kBytes;
-  static constexpr int kMergeState = kMerge + kSlots * Config::kTile * kMergePitch * 4;
-  static constexpr int kVisible = kMergeState + kSlots * Config::kTile * 8;
+  static constexpr int kMergeState = kRing + RingShape<Config>::kBytes;
+  static constexpr int kFreeStages = kMergeState + kStates * 8;
+  static constexpr int kVisible = kFreeStages + (Config::kStreams > 1 ? 16 : 0);
   static constexpr int kPosition = kVisible + Config::kTile * static_cast<int>(sizeof(Visible));
   static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
-  static constexpr int kCtaState =
-      kWarpStates + Config::kNumThreads / 32 * static_cast<int>(sizeof(WarpState));
-  static constexpr int kPresent = kCtaState + static_cast<int>(sizeof(CtaState));
+  static constexpr int kNumWarpStates = kStateInRegisters<Config> ? 0 : Config::kNumThreads / 32;
+  static constexpr int kPresent = kWarpStates + kNumWarpStates * static_cast<int>(sizeof(WarpState));
   static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
+};
+
+// Sums of a stream's rows, float32 [kRows, kHeadDimVo], in the ring's free stage, as many rows as fit: 16-byte pieces,
+// swizzled so that writing fragments and reading rows both spread over the banks.
+template <class Config>
+struct StreamSums {
+  static constexpr int kPitch = Config::kHeadDimVo * 4;
+  static constexpr int kRoom = RingShape<Config>::kStageBytes / kPitch / 8 * 8;
+  static constexpr int kRows = kRoom < Config::kTile ? kRoom : Config::kTile;
+  static_assert(Config::kStreams == 1 || kRows > 0, "a stage holds rows of sums");
+  static JAXINFER_DEVICE uint32_t offset(int row, int piece) {
+    return static_cast<uint32_t>(row * kPitch + ((piece ^ (row & 7)) << 4));
+  }
 };
 
 template <class Config, class Variant>
@@ -49,28 +63,27 @@ class MmaAttention {
                 "the tile table and the kernel disagree on shared memory");
 
  public:
-  // The CTA's state is filled, and visible to all threads.
   JAXINFER_DEVICE MmaAttention(const AttentionParams& params, int cls, const VariantOperands& operands,
-                               char* memory)
+                               char* memory, WarpState& state)
       : params_(params),
         operands_(operands),
         memory_(memory),
         lane_(threadIdx.x & 31),
-        warp_(static_cast<int>(threadIdx.x >> 5) % Config::kWarpsM),
-        stream_(static_cast<int>(threadIdx.x >> 5) / Config::kWarpsM),
-        cta_(*reinterpret_cast<const CtaState*>(memory + Shared::kCtaState)),
-        state_(reinterpret_cast<WarpState*>(memory + Shared::kWarpStates)[threadIdx.x >> 5]),
-        rows_{state_.computing, cta_.group_size},
-        ring_(params, cls, 1, cta_, state_, shared_address(memory + Shared::kRing),
+        warp_(warp_index() % Config::kWarpsM),
+        stream_(warp_index() / Config::kWarpsM),
+        state_(state),
+        rows_{state_.computing, params.group_divider},
+        cursor_(params, cls, 1, state_.computing),
+        exists_(cursor_.next()),
+        ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
               reinterpret_cast<int*>(memory + Shared::kPosition), stream_, warp_, lane_),
         query_(shared_address(memory + Shared::kQuery), warp_, lane_),
         k_rows_((lane_ & 7) + (lane_ >> 4 << 3), lane_ >> 3 & 1),
         v_rows_(lane_ & 15, lane_ >> 4) {}
 
-  JAXINFER_DEVICE void run(int cls) {
-    ItemCursor cursor(params_, cls, Config::kPacked, 1, state_.computing);
-    while (cursor.next()) {
+  JAXINFER_DEVICE void run() {
+    for (bool exists = exists_; exists; exists = cursor_.next()) {
       if (item().bsr_row < 0) {
         write_empty<Config>(params_, item(), state_.computing.head);
       } else {
@@ -91,10 +104,15 @@ class MmaAttention {
   }
 
   JAXINFER_DEVICE void run_item() {
+    const int kv_end = item().kv_end;
+    // All that is read before the barrier is on its way at once: each trip to memory takes most of a microsecond.
+    const int kv_offset = item().kv_begin < kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
+    const int q_pos = kPositions ? load_position() : 0;
     cta_barrier();  // the item before may still be reading Q and merged states
     load_query();
-    if constexpr (kPositions) find_visible();
+    if constexpr (kPositions) find_visible(q_pos);
     cta_barrier();
+    state_.kv_offset = kv_offset;
     query_.load();
     find_clear();
     softmax_.clear();
@@ -107,11 +125,11 @@ class MmaAttention {
       }
     }
 #pragma unroll 1
-    for (int begin = item().kv_begin + stream_ * Config::kBlockKV; begin < item().kv_end;
+    for (int begin = item().kv_begin + stream_ * Config::kBlockKV; begin < kv_end;
          begin += Config::kStreams * Config::kBlockKV) {
       wait_copies<Config::kStages - 2>();
       stream_barrier();
-      ring_.issue(stage_ == 0 ? Config::kStages - 1 : stage_ - 1);
+      ring_.issue(free_stage());
       attend(begin);
       stage_ = stage_ + 1 == Config::kStages ? 0 : stage_ + 1;
     }
@@ -119,9 +137,22 @@ class MmaAttention {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) softmax_.l[r] = quad_sum(softmax_.l[r]);
     }
-    if constexpr (Config::kStreams > 1) merge_streams();
-    if (stream_ == 0) store();
+    if constexpr (Config::kStreams > 1) {
+      stream_barrier();  // another warp may still read the stage's last block
+#pragma unroll 1
+      for (int first = 0; first < rows_.num_rows(); first += StreamSums<Config>::kRows) {
+        if (first > 0) cta_barrier();
+        share_state(first);
+        cta_barrier();
+        store_merged(first);
+      }
+    } else {
+      store();
+    }
   }
+
+  // The stage that the next copies go to; nothing is in it or on its way to it.
+  JAXINFER_DEVICE int free_stage() const { return stage_ == 0 ? Config::kStages - 1 : stage_ - 1; }
 
   // With 32 rows per warp registers are scarce, so there both are read again where needed.
   JAXINFER_DEVICE int lane() const { return kFragments > 1 ? fresh_thread_index() & 31 : lane_; }
@@ -148,51 +179,66 @@ class MmaAttention {
     return (warp() * kFragments + (r >> 1)) * 16 + (lane() >> 2) + (r & 1) * 8;
   }
 
-  // Rows beyond the item's and chunks beyond the true head dim become zeros.
+  // Rows beyond the item's and chunks beyond the true head dim become zeros. Several reads are on their way at a time.
   JAXINFER_DEVICE void load_query() {
     constexpr int kChunks = Config::kHeadDimQk / 8;
+    constexpr int kAll = Config::kTile * kChunks;
+    constexpr int kLoads = (kAll + Config::kNumThreads - 1) / Config::kNumThreads;
+    constexpr int kBatch = kLoads < 4 ? kLoads : 4;
     const int chunks = params_.head_dim_qk / 8;
-#pragma unroll 4
-    for (int i = fresh_thread_index(); i < Config::kTile * kChunks; i += Config::kNumThreads) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (row < rows_.num_rows() && chunk < chunks) {
+#pragma unroll 1
+    for (int first = fresh_thread_index(); first < kAll; first += kBatch * Config::kNumThreads) {
+      uint4 x[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = (first + i * Config::kNumThreads) / kChunks;
+        const int chunk = (first + i * Config::kNumThreads) % kChunks;
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (row >= rows_.num_rows() || chunk >= chunks) continue;
         const int64_t token = item().token_begin + rows_.token(row);
-        const int64_t at = (token * params_.num_qo_heads + rows_.qo_head(row)) * chunks + chunk;
-        x = __ldg(static_cast<const uint4*>(params_.q) + at);
-        if constexpr (Variant::kQuery) {
-          const Row query_row = make_row(row);
-          float elements[8];
-          Type::unpack(x, elements);
-          Variant(params_, operands_, query_row).query(elements, chunk * 8, query_row);
-          x = Type::pack(elements);
-        }
-        x.x ^= sign_bits();
-        x.y ^= sign_bits();
-        x.z ^= sign_bits();
-        x.w ^= sign_bits();
+        x[i] = __ldg(static_cast<const uint4*>(params_.q) +
+                     (token * params_.num_qo_heads + rows_.qo_head(row)) * chunks + chunk);
       }
-      store_shared(shared_address(memory_ + Shared::kQuery) + RowTile<kChunks>::offset(row, chunk), x);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = (first + i * Config::kNumThreads) / kChunks;
+        const int chunk = (first + i * Config::kNumThreads) % kChunks;
+        if (kAll % (kBatch * Config::kNumThreads) != 0 && row >= Config::kTile) continue;
+        if constexpr (Variant::kQuery) {
+          if (row < rows_.num_rows() && chunk < chunks) {
+            const Row query_row = make_row(row);
+            float elements[8];
+            Type::unpack(x[i], elements);
+            Variant(params_, operands_, query_row).query(elements, chunk * 8, query_row);
+            x[i] = Type::pack(elements);
+          }
+        }
+        x[i].x ^= sign_bits();
+        x[i].y ^= sign_bits();
+        x[i].z ^= sign_bits();
+        x[i].w ^= sign_bits();
+        store_shared(shared_address(memory_ + Shared::kQuery) + RowTile<kChunks>::offset(row, chunk), x[i]);
+      }
     }
   }
 
+  // Position of this thread's row.
+  JAXINFER_DEVICE int load_position() const {
+    static_assert(Config::kTile <= Config::kNumThreads, "a thread for every row");
+    const int row = fresh_thread_index();
+    return row < rows_.num_rows() ? __ldg(params_.q_pos + item().token_begin + rows_.token(row)) : 0;
+  }
   // What every row may see, to shared memory. Idle rows see everything; nobody reads their results.
-  JAXINFER_DEVICE void find_visible() {
-    for (int i = fresh_thread_index(); i < Config::kTile; i += Config::kNumThreads) {
-      Visible range{kInt32Min, kInt32Max};
-      if (i < rows_.num_rows()) {
-        const int token = item().token_begin + rows_.token(i);
-        range = visible_positions<Config::kRules>(params_.variant, __ldg(params_.q_pos + token));
-      }
-      visible()[i] = range;
-    }
+  JAXINFER_DEVICE void find_visible(int q_pos) {
+    const int row = fresh_thread_index();
+    if (row >= Config::kTile) return;
+    visible()[row] = row < rows_.num_rows() ? visible_positions<Config::kRules>(params_.variant, q_pos)
+                                            : Visible{kInt32Min, kInt32Max};
   }
   JAXINFER_DEVICE Visible* visible() const { return reinterpret_cast<Visible*>(memory_ + Shared::kVisible); }
 
   // Columns at positions outside [clear_first, clear_last] are hidden from some row of this warp.
   JAXINFER_DEVICE void find_clear() {
-    state_.kv_offset = item().kv_begin < item().kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
     if constexpr (kPositions) {
       const Visible range = visible()[warp() * kFragments * 16 + lane() % (kFragments * 16)];
       state_.clear_first = __reduce_max_sync(kFullWarp, range.first);
@@ -321,110 +367,154 @@ class MmaAttention {
     }
   }
 
-  // Adds the states of the streams into stream 0, always in the same order: upper half into lower half.
-  JAXINFER_DEVICE void merge_streams() {
-    float* const sums = reinterpret_cast<float*>(memory_ + Shared::kMerge);
-    float2* const states = reinterpret_cast<float2*>(memory_ + Shared::kMergeState);
+  JAXINFER_DEVICE float2* shared_states() const {
+    return reinterpret_cast<float2*>(memory_ + Shared::kMergeState);
+  }
+
+  JAXINFER_DEVICE uint32_t* free_stages() const {
+    return reinterpret_cast<uint32_t*>(memory_ + Shared::kFreeStages);
+  }
+
+  // This warp's part of tile rows [first, first + StreamSums::kRows) to shared memory, for the merge of the streams.
+  // Idle rows stay away.
+  JAXINFER_DEVICE void share_state(int first) {
+    const uint32_t sums = ring_.k_tile(free_stage());
+    if (warp_ == 0 && lane_ == 0) free_stages()[stream_] = sums;
 #pragma unroll
-    for (int half = Config::kStreams / 2; half > 0; half /= 2) {
-      if (half < Config::kStreams / 2) cta_barrier();
-      if (stream_ >= half && stream_ < 2 * half) {
-        const int slot = (stream_ - half) * Config::kTile;
+    for (int r = 0; r < kRows; ++r) {
+      const int row = tile_row(r);
+      if (row < first || row >= min(first + StreamSums<Config>::kRows, rows_.num_rows())) continue;
+      const int column = 2 * (lane() & 3);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          float* const row = sums + (slot + tile_row(r)) * Shared::kMergePitch + 2 * (lane_ & 3);
-#pragma unroll
-          for (int j = 0; j < kPieces; ++j) {
-            const float* const x = o_[r >> 1][j] + 2 * (r & 1);
-            *reinterpret_cast<float2*>(row + 8 * j) = make_float2(x[0], x[1]);
-          }
-          if (Variant::kSoftmax && (lane() & 3) == 0) {
-            states[slot + tile_row(r)] = make_float2(softmax_.m[r], softmax_.l[r]);
-          }
-        }
+      for (int j = 0; j < kPieces; ++j) {
+        const float* const x = o_[r >> 1][j] + 2 * (r & 1);
+        store_shared(sums + StreamSums<Config>::offset(row - first, 2 * j + (column >> 2)) + (column & 3) * 4, x[0], x[1]);
       }
-      cta_barrier();
-      if (stream_ < half) {
-        const int slot = stream_ * Config::kTile;
+      if (Variant::kSoftmax && column == 0) {
+        shared_states()[stream_ * Config::kTile + row] = make_float2(softmax_.m[r], softmax_.l[r]);
+      }
+    }
+  }
+
+  // Adds the states of the streams, always in the same order, and writes the result: a thread has four columns of a
+  // row at a time.
+  JAXINFER_DEVICE void store_merged(int first) {
+    constexpr int kQuads = Config::kHeadDimVo / 4;
+    const int num_rows = min(StreamSums<Config>::kRows, rows_.num_rows() - first);
+#pragma unroll 1
+    for (int i = fresh_thread_index(); i < num_rows * kQuads; i += Config::kNumThreads) {
+      const int row = first + i / kQuads;
+      const int quad = i % kQuads;
+      if (4 * quad >= params_.head_dim_vo) continue;
+      float4 x[Config::kStreams];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const float* const row = sums + (slot + tile_row(r)) * Shared::kMergePitch + 2 * (lane_ & 3);
-          float mine = 1.0f;
-          float other = 1.0f;
-          if constexpr (Variant::kSoftmax) {
-            const float2 state = states[slot + tile_row(r)];
-            const float m = fmaxf(softmax_.m[r], state.x);
-            const float shift = __fmul_rn(finite_max(m), scale());
-            mine = rescale_factor(softmax_.m[r], scale(), shift);
-            other = rescale_factor(state.x, scale(), shift);
-            softmax_.m[r] = m;
-            softmax_.l[r] = softmax_.l[r] * mine + state.y * other;
-          }
+      for (int s = 0; s < Config::kStreams; ++s) {
+        x[s] = load_shared_float4(free_stages()[s] + StreamSums<Config>::offset(row - first, quad));
+      }
+      float m = -infinity();
+      float l = 0.0f;
+      float sums[4] = {};
+      if constexpr (Variant::kSoftmax) {
+        float2 states[Config::kStreams];
 #pragma unroll
-          for (int j = 0; j < kPieces; ++j) {
-            const float2 x = *reinterpret_cast<const float2*>(row + 8 * j);
-            float* const mine_o = o_[r >> 1][j] + 2 * (r & 1);
-            mine_o[0] = mine_o[0] * mine + x.x * other;
-            mine_o[1] = mine_o[1] * mine + x.y * other;
-          }
+        for (int s = 0; s < Config::kStreams; ++s) {
+          states[s] = shared_states()[s * Config::kTile + row];
+          m = fmaxf(m, states[s].x);
+        }
+        const float shift = __fmul_rn(finite_max(m), scale());
+#pragma unroll
+        for (int s = 0; s < Config::kStreams; ++s) {
+          const float factor = rescale_factor(states[s].x, scale(), shift);
+          l = fmaf(states[s].y, factor, l);
+          add(x[s], factor, sums);
+        }
+      } else {
+#pragma unroll
+        for (int s = 0; s < Config::kStreams; ++s) add(x[s], 1.0f, sums);
+      }
+      store_quad(row, 4 * quad, m, l, sums);
+    }
+  }
+
+  static JAXINFER_DEVICE void add(const float4& x, float factor, float (&sums)[4]) {
+    sums[0] = fmaf(x.x, factor, sums[0]);
+    sums[1] = fmaf(x.y, factor, sums[1]);
+    sums[2] = fmaf(x.z, factor, sums[2]);
+    sums[3] = fmaf(x.w, factor, sums[3]);
+  }
+
+  // Writes this thread's rows: the final o and lse, or partial ones in float32.
+  JAXINFER_DEVICE void store() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = tile_row(r);
+      if (row >= rows_.num_rows()) continue;
+      const int column = 2 * (lane() & 3);
+      const int64_t at = result_row(row);
+      const float factor = store_state(at, column == 0, softmax_.m[r], softmax_.l[r]);
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        if (8 * j >= params_.head_dim_vo) continue;  // head dims are multiples of 8
+        float x[2] = {o_[r >> 1][j][2 * (r & 1)] * factor, o_[r >> 1][j][2 * (r & 1) + 1] * factor};
+        const int64_t to = at * params_.head_dim_vo + 8 * j + column;
+        if (is_final()) {
+          apply_output(row, 8 * j + column, x);
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(params_.o) + to) = Type::pack_pair(x[0], x[1]);
+        } else {
+          *reinterpret_cast<float2*>(params_.partial_o + to) = make_float2(x[0], x[1]);
         }
       }
     }
   }
 
-  // Writes this thread's rows: the final o and lse, or partial ones in float32.
-  JAXINFER_DEVICE void store() {
-    const bool final = item().out < 0;
+  // Four columns of a row.
+  JAXINFER_DEVICE void store_quad(int row, int column, float m, float l, float (&x)[4]) {
+    const int64_t at = result_row(row);
+    const float factor = store_state(at, column == 0, m, l);
+    const int64_t to = at * params_.head_dim_vo + column;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int i = tile_row(r);
-      if (i >= rows_.num_rows()) continue;
-      const int64_t first = final ? item().token_begin : item().out;
-      const int64_t at = (first + rows_.token(i)) * params_.num_qo_heads + rows_.qo_head(i);
-      float inverse = 1.0f;
-      if constexpr (Variant::kSoftmax) {
-        const float m = softmax_.m[r];
-        const float l = softmax_.l[r];
-        const bool empty = l == 0.0f;
-        if (final) {
-          // A row that saw nothing has o = 0 exactly, whatever its sums hold.
-          inverse = empty ? 0.0f : 1.0f / l;
-          if ((lane() & 3) == 0) params_.lse[at] = natural_lse(m, scale(), l);
-        } else {
-          // Sums are relative to the rounded m * scale; the difference to the largest logit goes into them.
-          const float largest = empty ? -infinity() : Variant::kLogits ? m : m * logit_scale();
-          if (!empty) inverse = exp2_fast(-fmaf(largest, kLog2e, -__fmul_rn(m, scale())));
-          if ((lane() & 3) == 0) {
-            params_.partial_max[at] = largest;
-            params_.partial_sum[at] = l * inverse;
-          }
-        }
-      }
-      const int column = 2 * (lane() & 3);
-      const int64_t first_element = at * params_.head_dim_vo + column;
-      if (final) {
-        uint16_t* const to = static_cast<uint16_t*>(params_.o) + first_element;
-#pragma unroll
-        for (int j = 0; j < kPieces; ++j) {
-          float x[2] = {o_[r >> 1][j][2 * (r & 1)] * inverse, o_[r >> 1][j][2 * (r & 1) + 1] * inverse};
-          if (8 * j < params_.head_dim_vo) {  // head dims are multiples of 8
-            if constexpr (Variant::kOutput) {
-              const Row row = make_row(i);
-              Variant(params_, operands_, row).output(x, 8 * j + column, row);
-            }
-            *reinterpret_cast<uint32_t*>(to + 8 * j) = Type::pack_pair(x[0], x[1]);
-          }
-        }
-      } else {
-        float* const to = params_.partial_o + first_element;
-#pragma unroll
-        for (int j = 0; j < kPieces; ++j) {
-          if (8 * j < params_.head_dim_vo) {
-            *reinterpret_cast<float2*>(to + 8 * j) =
-                make_float2(o_[r >> 1][j][2 * (r & 1)], o_[r >> 1][j][2 * (r & 1) + 1]);
-          }
-        }
-      }
+    for (int e = 0; e < 4; ++e) x[e] *= factor;
+    if (is_final()) {
+      apply_output(row, column, x);
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params_.o) + to) =
+          make_uint2(Type::pack_pair(x[0], x[1]), Type::pack_pair(x[2], x[3]));
+    } else {
+      *reinterpret_cast<float4*>(params_.partial_o + to) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  JAXINFER_DEVICE bool is_final() const { return item().out < 0; }
+
+  // Row of o and lse, or of the partial ones, that a tile row goes to.
+  JAXINFER_DEVICE int64_t result_row(int row) const {
+    const int64_t first = is_final() ? item().token_begin : item().out;
+    return (first + rows_.token(row)) * params_.num_qo_heads + rows_.qo_head(row);
+  }
+
+  // Writes what belongs to a row besides its sums, by the thread that `writes`; returns what the sums must be
+  // multiplied by.
+  JAXINFER_DEVICE float store_state(int64_t at, bool writes, float m, float l) {
+    if constexpr (!Variant::kSoftmax) return 1.0f;
+    const bool empty = l == 0.0f;
+    if (is_final()) {
+      if (writes) params_.lse[at] = natural_lse(m, scale(), l);
+      return empty ? 0.0f : 1.0f / l;  // a row that saw nothing has o = 0 exactly, whatever its sums hold
+    }
+    // Sums are relative to the rounded m * scale; the difference to the largest logit goes into them.
+    const float largest = empty ? -infinity() : Variant::kLogits ? m : m * logit_scale();
+    const float factor = empty ? 1.0f : exp2_fast(-fmaf(largest, kLog2e, -__fmul_rn(m, scale())));
+    if (writes) {
+      params_.partial_max[at] = largest;
+      params_.partial_sum[at] = l * factor;
+    }
+    return factor;
+  }
+
+  template <int kCount>
+  JAXINFER_DEVICE void apply_output(int row, int column, float (&x)[kCount]) {
+    if constexpr (Variant::kOutput) {
+      const Row output_row = make_row(row);
+      Variant(params_, operands_, output_row).output(x, column, output_row);
     }
   }
 
@@ -434,9 +524,10 @@ class MmaAttention {
   int lane_;
   int warp_;  // inside the stream
   int stream_;
-  const CtaState& cta_;
   WarpState& state_;
   ItemRows<Config::kPacked> rows_;
+  ItemCursor<Config> cursor_;
+  bool exists_;  // the first item
   KvRing<Config> ring_;
   QueryFragments<Config> query_;
   MatrixAddress<Config::kHeadDimQk / 8> k_rows_;
@@ -450,9 +541,15 @@ class MmaAttention {
 template <class Config, class Variant>
 JAXINFER_DEVICE void attention_mma(const AttentionParams& params, int cls, const VariantOperands& operands) {
   extern __shared__ __align__(128) char memory[];
-  fill_cta_state(params, *reinterpret_cast<CtaState*>(memory + MmaSharedMemory<Config>::kCtaState));
-  MmaAttention<Config, Variant> attention(params, cls, operands, memory);
-  attention.run(cls);
+  using Shared = MmaSharedMemory<Config>;
+  allow_next_kernel();
+  WarpState registers;
+  WarpState* state = &registers;
+  if constexpr (!kStateInRegisters<Config>) {
+    state = reinterpret_cast<WarpState*>(memory + Shared::kWarpStates) + (threadIdx.x >> 5);
+  }
+  MmaAttention<Config, Variant> attention(params, cls, operands, memory, *state);
+  attention.run();
 }
 
 }  // namespace jaxinfer

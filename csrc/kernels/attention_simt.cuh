@@ -26,9 +26,8 @@ struct SimtSharedMemory {
   static constexpr int kMergeState = kMerge + Config::kStreams * kSimtMaxRows * Config::kHeadDimVo * 4;
   static constexpr int kPosition = kMergeState + Config::kStreams * kSimtMaxRows * 8;
   static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
-  static constexpr int kCtaState =
+  static constexpr int kPresent =
       kWarpStates + Config::kNumThreads / 32 * static_cast<int>(sizeof(WarpState));
-  static constexpr int kPresent = kCtaState + static_cast<int>(sizeof(CtaState));
   static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
 };
 
@@ -54,11 +53,10 @@ class SimtAttention {
  public:
   // Visits of every item.
   static JAXINFER_DEVICE int passes(const AttentionParams& params) {
-    const int rows = Config::kPacked ? params.num_qo_heads / params.num_kv_heads : 1;
+    const int rows = Config::kPacked ? params.group_divider.divisor : 1;
     return (rows + kSimtMaxRows - 1) / kSimtMaxRows;
   }
 
-  // The CTA's state is filled, and visible to all threads.
   JAXINFER_DEVICE SimtAttention(const AttentionParams& params, int cls, const VariantOperands& operands,
                                 char* memory)
       : params_(params),
@@ -66,15 +64,15 @@ class SimtAttention {
         memory_(memory),
         lane_(threadIdx.x & 31),
         stream_(threadIdx.x >> 5),
-        cta_(*reinterpret_cast<const CtaState*>(memory + Shared::kCtaState)),
         state_(reinterpret_cast<WarpState*>(memory + Shared::kWarpStates)[threadIdx.x >> 5]),
-        ring_(params, cls, passes(params), cta_, state_, shared_address(memory + Shared::kRing),
+        cursor_(params, cls, passes(params), state_.computing),
+        exists_(cursor_.next()),
+        ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
               reinterpret_cast<int*>(memory + Shared::kPosition), stream_, 0, lane_) {}
 
-  JAXINFER_DEVICE void run(int cls) {
-    ItemCursor cursor(params_, cls, Config::kPacked, passes(params_), state_.computing);
-    while (cursor.next()) {
+  JAXINFER_DEVICE void run() {
+    for (bool exists = exists_; exists; exists = cursor_.next()) {
       const CursorState& s = state_.computing;
       if (s.item.bsr_row >= 0) {
         run_item(s.item, s.head, s.pass);
@@ -86,14 +84,14 @@ class SimtAttention {
 
  private:
   JAXINFER_DEVICE void run_item(const Item& item, int head, int pass) {
-    const ItemRows<Config::kPacked> rows{state_.computing, cta_.group_size};
+    const ItemRows<Config::kPacked> rows{state_.computing, params_.group_divider};
     first_row_ = pass * kSimtMaxRows;
     num_rows_ = min(rows.num_rows() - first_row_, kSimtMaxRows);
     token_ = item.token_begin;
     q_pos_ = __ldg(params_.q_pos + token_);
     request_ = item.bsr_row;
     kv_head_ = rows.kv_head();
-    first_head_ = Config::kPacked ? head * cta_.group_size.divisor + first_row_ : head;
+    first_head_ = Config::kPacked ? head * params_.group_divider.divisor + first_row_ : head;
     cta_barrier();  // the visit before may still be reading Q and merged states
     load_query();
     cta_barrier();
@@ -370,8 +368,9 @@ class SimtAttention {
   char* memory_;
   int lane_;
   int stream_;
-  const CtaState& cta_;
   WarpState& state_;
+  ItemCursor<Config> cursor_;
+  bool exists_;  // the first visit
   KvRing<Config> ring_;
   int stage_ = 0;  // of the block that comes next
   // Of the visit:
@@ -387,9 +386,9 @@ class SimtAttention {
 template <class Config, class Variant>
 JAXINFER_DEVICE void attention_simt(const AttentionParams& params, int cls, const VariantOperands& operands) {
   extern __shared__ __align__(128) char memory[];
-  fill_cta_state(params, *reinterpret_cast<CtaState*>(memory + SimtSharedMemory<Config>::kCtaState));
+  allow_next_kernel();
   SimtAttention<Config, Variant> attention(params, cls, operands, memory);
-  attention.run(cls);
+  attention.run();
 }
 
 }  // namespace jaxinfer

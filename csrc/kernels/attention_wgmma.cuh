@@ -47,16 +47,15 @@ class WgmmaConsumer {
         operands_(operands),
         cls_(cls),
         memory_(memory),
-        cta_(*reinterpret_cast<const CtaState*>(memory + Shared::kCtaState)),
         state_(reinterpret_cast<ConsumerState*>(memory + Shared::kConsumerStates)[threadIdx.x >> 5]),
-        rows_{state_.cursor, cta_.group_size},
+        rows_{state_.cursor, params_.group_divider},
         barriers_{shared_address(memory + Shared::kBarriers)},
         consumer_(static_cast<int>(threadIdx.x) / kWarpgroupThreads),
         k_slot_(0),
         v_slot_(0) {}
 
   JAXINFER_DEVICE void run() {
-    ItemCursor cursor(params_, cls_, Config::kPacked, 1, state_.cursor);
+    ItemCursor<Config> cursor(params_, cls_, 1, state_.cursor);
     state_.query_parity = 0;
     if (kPingPong && consumer() == 0) named_arrive(kTurn, 2 * kWarpgroupThreads);
     while (cursor.next()) {
@@ -110,7 +109,7 @@ class WgmmaConsumer {
     if (blocks.count > 0) {
       const int last = blocks.begin(blocks.count - 1);
       state_.tail = kGather ? kBlock : min(kBlock, state_.kv_end - last);
-      const bool split = (64 % (Config::kPacked ? cta_.group_size.divisor : 1)) == 0;
+      const bool split = (64 % (Config::kPacked ? params_.group_divider.divisor : 1)) == 0;
       const uint32_t parity = state_.query_parity;
       wait_barrier(barriers_.query_full(split ? consumer() : 0), parity);
       __syncwarp();
@@ -544,7 +543,6 @@ class WgmmaConsumer {
   const VariantOperands& operands_;
   int cls_;
   char* memory_;
-  const CtaState& cta_;
   ConsumerState& state_;
   ItemRows<Config::kPacked> rows_;
   WgmmaBarriers<Config> barriers_;
@@ -584,7 +582,8 @@ JAXINFER_DEVICE void attention_wgmma(const AttentionParams& params, int cls, con
       prefetch_map(&maps.v);
     }
   }
-  fill_cta_state(params, *reinterpret_cast<CtaState*>(memory + Shared::kCtaState));
+  allow_next_kernel();
+  cta_barrier();
   // The producers come last, so that consumers count their threads from 0.
   if (threadIdx.x >= Shared::kConsumers * kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();

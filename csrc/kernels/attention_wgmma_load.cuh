@@ -48,9 +48,7 @@ struct WgmmaShared {
   static constexpr int kConsumerStates = kBarriers + kNumBarriers * 8;  // ConsumerState[consumer warps]
   static constexpr int kProducerStates =                                // CursorState[4]
       kConsumerStates + 4 * kConsumers * static_cast<int>(sizeof(ConsumerState));
-  static constexpr int kCtaState =
-      (kProducerStates + 4 * static_cast<int>(sizeof(CursorState)) + 15) / 16 * 16;
-  static constexpr int kBytes = kCtaState + static_cast<int>(sizeof(CtaState));
+  static constexpr int kBytes = (kProducerStates + 4 * static_cast<int>(sizeof(CursorState)) + 15) / 16 * 16;
   static_assert(Config::kBlockKV % 16 == 0 && Config::kBlockKV <= 128, "columns of a block");
   static_assert(Config::kNumThreads == kWarpgroupThreads * (kConsumers + 1), "a producer and the consumers");
   // Per thread, as the launch deals them; a role that asks for more than is left waits for ever.
@@ -126,7 +124,6 @@ class WgmmaProducer {
         cls_(cls),
         maps_(maps),
         memory_(memory),
-        cta_(*reinterpret_cast<const CtaState*>(memory + Shared::kCtaState)),
         barriers_{shared_address(memory + Shared::kBarriers)},
         shared_(shared_address(memory)),
         warp_(static_cast<int>(threadIdx.x >> 5) & 3),
@@ -136,7 +133,7 @@ class WgmmaProducer {
 
   JAXINFER_DEVICE void run() {
     if (warp_ >= kWarps) return;
-    ItemCursor cursor(params_, cls_, Config::kPacked, 1, state_);
+    ItemCursor<Config> cursor(params_, cls_, 1, state_);
     RingCursor<Shared::kStages> slot(1);
     uint32_t query_parity = 1;
     while (cursor.next()) {
@@ -167,7 +164,7 @@ class WgmmaProducer {
  private:
   // Rows of a warpgroup by themselves where tokens do not straddle them, else the whole tile for all of them.
   JAXINFER_DEVICE void load_query(uint32_t parity) {
-    const int group = Config::kPacked ? cta_.group_size.divisor : 1;
+    const int group = Config::kPacked ? params_.group_divider.divisor : 1;
     const int first_head = Config::kPacked ? state_.head * group : state_.head;
     const bool split = (64 % group) == 0;
     const int parts = split ? Shared::kConsumers : 1;
@@ -194,14 +191,14 @@ class WgmmaProducer {
 
   // What is known of an item is read where it is needed, from shared memory: registers are scarce here.
   JAXINFER_DEVICE int kv_head() const {
-    return Config::kPacked ? state_.head : cta_.group_size.divide(state_.head);
+    return Config::kPacked ? state_.head : params_.group_divider.divide(state_.head);
   }
   // Index in the row's list of this lane's row (gather), or of the first one of its box (page TMA).
   JAXINFER_DEVICE int lane_index(int begin) const {
     return begin + (kGather ? warp_ * kRowsPerWarp + lane_ : lane_ * Config::kPageBox);
   }
   JAXINFER_DEVICE int in_page(int index) const {
-    return index - cta_.page_size.divide(index) * cta_.page_size.divisor;
+    return index - params_.page_divider.divide(index) * params_.page_divider.divisor;
   }
 
   // The page of this lane's box or row; negative where nothing is.
@@ -210,7 +207,7 @@ class WgmmaProducer {
     if constexpr (!Config::kContiguous) {
       const int index = lane_index(begin);
       if (lane_ < kLanes && index < state_.item.kv_end) {
-        const int64_t at = int64_t{state_.item.table_begin} + cta_.page_size.divide(index);
+        const int64_t at = int64_t{state_.item.table_begin} + params_.page_divider.divide(index);
         if (at < params_.kv_indices_capacity) page = __ldg(params_.kv_indices + at);
         if (page >= params_.num_pages) page = -1;
       }
@@ -323,8 +320,8 @@ class WgmmaProducer {
     int position = 0;
     if (has_positions && page >= 0) {
       const int index = lane_index(begin);
-      position = in_page(index) +
-                 __ldg(params_.block_pos + int64_t{state_.item.table_begin} + cta_.page_size.divide(index));
+      position = in_page(index) + __ldg(params_.block_pos + int64_t{state_.item.table_begin} +
+                                        params_.page_divider.divide(index));
     }
     if constexpr (kGather) {
       if (lane_ == 0) words[warp_] = there | (kRowsPerWarp < 32 ? ~0u << (kRowsPerWarp & 31) : 0u);
@@ -358,7 +355,6 @@ class WgmmaProducer {
   int cls_;
   const TensorMaps& maps_;
   char* memory_;
-  const CtaState& cta_;
   WgmmaBarriers<Config> barriers_;
   uint32_t shared_;
   int warp_;

@@ -46,18 +46,17 @@ template <class Config>
 class KvRing {
   using Shape = RingShape<Config>;
   using Type = Element<Config::kDType>;
+  static constexpr int kRowLanes = 8;  // that copy one row at a time; 16 are up to 1% slower
   // Packed tiles of short queries are the only readers of their K and V; of long queries many tiles read the
   // same.
   static constexpr bool kReadOnce = Config::kPacked && Config::kTile < 128;
 
  public:
-  // `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
-  JAXINFER_DEVICE KvRing(const AttentionParams& params, int cls, int passes, const CtaState& cta,
-                         WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
+  // `cursor` stands at the first item, if `exists`. `data`, `present`, `positions`: shared memory of all streams; `warp` counts inside the stream.
+  JAXINFER_DEVICE KvRing(const AttentionParams& params, const ItemCursor<Config>& cursor, bool exists, WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
                          int warp, int lane)
       : params_(params),
-        cursor_(params, cls, Config::kPacked, passes, state.loading),
-        cta_(cta),
+        cursor_(cursor, state.loading),
         state_(state),
         data_(data + stream * Config::kStages * Shape::kStageBytes),
         present_(present + stream * Config::kStages * Config::kWarpsM),
@@ -65,9 +64,9 @@ class KvRing {
         stream_(stream),
         warp_(warp),
         lane_(lane) {
-    next_item();
+    enter_item(exists);
     look_up();
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) issue(i);
   }
 
@@ -76,7 +75,7 @@ class KvRing {
     if (begin_ >= 0) {
       copy(stage);
       begin_ += Config::kStreams * Config::kBlockKV;
-      if (begin_ >= cursor_.state().item.kv_end) next_item();
+      if (begin_ >= item().kv_end) enter_item(cursor_.next());
       look_up();
     }
     commit_copies();
@@ -98,20 +97,25 @@ class KvRing {
   JAXINFER_DEVICE const int* positions(int stage) const { return positions_ + stage * Config::kBlockKV; }
 
  private:
-  // Moves to the next item with a block for this stream.
-  JAXINFER_DEVICE void next_item() {
-    do {
-      if (!cursor_.next()) {
-        begin_ = -1;
-        return;
-      }
-      begin_ = cursor_.state().item.kv_begin + stream_ * Config::kBlockKV;
-    } while (begin_ >= cursor_.state().item.kv_end);
+  JAXINFER_DEVICE const Item& item() const { return cursor_.state().item; }
+
+  // Goes to the first block of this stream from the cursor's item on, if that `exists`.
+  JAXINFER_DEVICE void enter_item(bool exists) {
+    for (; exists; exists = cursor_.next()) {
+      begin_ = item().kv_begin + stream_ * Config::kBlockKV;
+      if (begin_ < item().kv_end) break;
+    }
+    if (!exists) {
+      begin_ = -1;
+      return;
+    }
     const int head = cursor_.state().head;
-    const int kv_head = Config::kPacked ? head : cta_.group_size.divide(head);
+    const int kv_head = Config::kPacked ? head : params_.group_divider.divide(head);
     const int64_t layer = params_.layer == nullptr ? 0 : *params_.layer;
-    state_.k_head = layer * params_.k_strides.layer + kv_head * params_.k_strides.head;
-    state_.v_head = layer * params_.v_strides.layer + kv_head * params_.v_strides.head;
+    state_.k_head = static_cast<const char*>(params_.k) +
+                    (layer * params_.k_strides.layer + kv_head * params_.k_strides.head) * Type::kBytes;
+    state_.v_head = static_cast<const char*>(params_.v) +
+                    (layer * params_.v_strides.layer + kv_head * params_.v_strides.head) * Type::kBytes;
     __syncwarp();
   }
 
@@ -124,75 +128,96 @@ class KvRing {
     if constexpr (!Config::kContiguous) {
       page_ = -1;
       if (!lane_has_row()) return;
-      const int64_t entry = int64_t{cursor_.state().item.table_begin} + cta_.page_size.divide(lane_index());
+      const int64_t entry = int64_t{item().table_begin} + params_.page_divider.divide(lane_index());
       if (entry < params_.kv_indices_capacity) page_ = __ldg(params_.kv_indices + entry);
     }
   }
 
   JAXINFER_DEVICE bool lane_has_row() const {
-    return begin_ >= 0 && lane_ < Shape::kRowsPerWarp && lane_index() < cursor_.state().item.kv_end;
+    return begin_ >= 0 && lane_ < Shape::kRowsPerWarp && lane_index() < item().kv_end;
   }
 
   JAXINFER_DEVICE void copy(int stage) {
-    // Each lane knows one row; the others get its place by shuffles, so that no address is computed twice.
+    // Each lane knows one row, as its number among the rows of the layer's cache (which are fewer than 2^32,
+    // ffi/checks.h); the others get it by shuffles, so that no address is computed twice.
     int64_t page = page_;
-    if constexpr (Config::kContiguous) {
-      page = lane_has_row() ? int64_t{cursor_.state().item.table_begin} + lane_index() : -1;
-    }
+    if constexpr (Config::kContiguous) page = lane_has_row() ? int64_t{item().table_begin} + lane_index() : -1;
     const bool in_pool = page >= 0 && page < params_.num_pages;
-    int64_t k_row = 0;
-    int64_t v_row = 0;
-    if (in_pool) {
-      k_row = state_.k_head + page * params_.k_strides.page;
-      v_row = state_.v_head + page * params_.v_strides.page;
-      if constexpr (!Config::kContiguous) {
-        const int block = cta_.page_size.divide(lane_index());
-        const int in_page = lane_index() - block * cta_.page_size.divisor;
-        k_row += in_page * params_.k_strides.token;
-        v_row += in_page * params_.v_strides.token;
-        if (params_.block_pos != nullptr) {
-          positions_[stage * Config::kBlockKV + warp_ * Shape::kRowsPerWarp + lane_] =
-              __ldg(params_.block_pos + int64_t{cursor_.state().item.table_begin} + block) + in_page;
-        }
+    uint32_t lane_row = static_cast<uint32_t>(page) * static_cast<uint32_t>(params_.page_size * params_.num_kv_heads);
+    if constexpr (!Config::kContiguous) {
+      const int block = params_.page_divider.divide(lane_index());
+      const int in_page = lane_index() - block * params_.page_size;
+      // Caches are dense, so that K and V differ in the length of a row alone.
+      const bool hnd = params_.k_strides.token == params_.head_dim_qk;
+      lane_row += static_cast<uint32_t>(in_page * (hnd ? 1 : params_.num_kv_heads));
+      if (params_.block_pos != nullptr && in_pool) {
+        positions_[stage * Config::kBlockKV + warp_ * Shape::kRowsPerWarp + lane_] =
+            __ldg(params_.block_pos + int64_t{item().table_begin} + block) + in_page;
       }
     }
     const uint32_t present = __ballot_sync(kFullWarp, in_pool);
     if (lane_ == 0) present_[stage * Config::kWarpsM + warp_] = present;
+    // Where ptxas 13.0 sees that a stage is the same for all lanes, it gives LDGSTS a uniform register for it, and an
+    // H200 ends in an illegal instruction.
+    const uint32_t tile = k_tile(stage) ^ opaque_zero();
+    constexpr uint32_t kAll = Shape::kRowsPerWarp == 32 ? ~0u : (1u << (Shape::kRowsPerWarp & 31)) - 1;
+    if (present == kAll && params_.head_dim_qk == Config::kHeadDimQk &&
+        params_.head_dim_vo == Config::kHeadDimVo) {
+      copy_rows<true>(tile, lane_row, present);
+    } else {
+      copy_rows<false>(tile, lane_row, present);
+    }
+  }
+
+  // kWhole: every row is there, and no chunk lies beyond the true head dim.
+  template <bool kWhole>
+  JAXINFER_DEVICE void copy_rows(uint32_t tile, uint32_t lane_row, uint32_t present) {
+    constexpr int kRows = 32 / kRowLanes;  // of one instruction
+    constexpr int kGroups = (Shape::kRowsPerWarp + kRows - 1) / kRows;
+    const uint32_t column = lane_ % kRowLanes;
+    const uint32_t k_bytes = params_.head_dim_qk * Type::kBytes;
+    const uint32_t v_bytes = params_.head_dim_vo * Type::kBytes;
     const uint64_t policy = make_policy(kReadOnce);
-    const int chunks_qk = params_.head_dim_qk / Type::kPerChunk;
-    const int chunks_vo = params_.head_dim_vo / Type::kPerChunk;
-    constexpr int kGroups = (Shape::kRowsPerWarp + 3) / 4;  // eight lanes copy one row, 128 bytes at a time
-    const int column = lane_ & 7;
-#pragma unroll
+    const char* const k = state_.k_head + column * 16;
+    const char* const v = state_.v_head + column * 16;
+    // Blocks in part are few: less code is worth more than a faster loop, because every launch fetches it anew.
+#pragma unroll(kWhole ? kGroups : 1)
     for (int g = 0; g < kGroups; ++g) {
-      const int row = g * 4 + (lane_ >> 3);
-      const char* k = static_cast<const char*>(params_.k) + shuffle(k_row, row) * Type::kBytes;
-      const char* v = static_cast<const char*>(params_.v) + shuffle(v_row, row) * Type::kBytes;
-      if (Shape::kRowsPerWarp % 4 != 0 && row >= Shape::kRowsPerWarp) continue;
-      const bool row_present = (present >> row & 1) != 0;
-      const int tile_row = warp_ * Shape::kRowsPerWarp + row;
-      copy_row<Shape::kChunksQk>(k_tile(stage), tile_row, column, k, row_present, chunks_qk, policy);
-      copy_row<Shape::kChunksVo>(v_tile(stage), tile_row, column, v, row_present, chunks_vo, policy);
+      const int row = g * kRows + lane_ / kRowLanes;
+      const uint64_t shared_row = __shfl_sync(kFullWarp, lane_row, row & 31);
+      if (Shape::kRowsPerWarp % kRows != 0 && row >= Shape::kRowsPerWarp) continue;
+      const bool row_present = kWhole || (present >> row & 1) != 0;
+      copy_row<kWhole, Shape::kChunksQk>(tile, g * kRows, k + shared_row * k_bytes, row_present,
+                                         k_bytes / 16, policy);
+      copy_row<kWhole, Shape::kChunksVo>(tile + Shape::kKBytes, g * kRows, v + shared_row * v_bytes, row_present,
+                                         v_bytes / 16, policy);
     }
   }
 
   // Chunks beyond the true head dim and rows that are not there become zeros: what the pool or shared memory
   // holds there may be NaN, and 0 * NaN would reach the sums.
-  template <int kChunks>
-  JAXINFER_DEVICE void copy_row(uint32_t tile, int row, int column, const char* from, bool row_present,
+  template <bool kWhole, int kChunks>
+  JAXINFER_DEVICE void copy_row(uint32_t tile, int first_row, const char* from, bool row_present,
                                 int chunks, uint64_t policy) {
+    const int column = lane_ % kRowLanes;
+    const int row = warp_ * Shape::kRowsPerWarp + lane_ / kRowLanes;
 #pragma unroll
-    for (int first = 0; first < kChunks; first += 8) {
+    for (int first = 0; first < kChunks; first += kRowLanes) {
       const int chunk = first + column;
-      if (kChunks % 8 != 0 && chunk >= kChunks) continue;
-      copy_async(tile + RowTile<kChunks>::offset(row, chunk), from + chunk * 16,
-                 row_present && chunk < chunks, policy);
+      if (kChunks % kRowLanes != 0 && chunk >= kChunks) continue;
+      // Phases combine bit by bit, so that one lane-dependent offset and constants make every address.
+      const uint32_t to = tile + first_row * RowTile<kChunks>::kPitch +
+                          (RowTile<kChunks>::offset(row, chunk) ^ RowTile<kChunks>::phase(first_row) << 4);
+      if constexpr (kWhole) {
+        copy_async(to, from + first * 16, policy);
+      } else {
+        copy_async(to, from + first * 16, row_present && chunk < chunks, policy);
+      }
     }
   }
 
   const AttentionParams& params_;
-  ItemCursor cursor_;
-  const CtaState& cta_;
+  ItemCursor<Config> cursor_;
   WarpState& state_;
   uint32_t data_;
   uint32_t* present_;

@@ -38,6 +38,28 @@ JAXINFER_DEVICE int fresh_thread_index() {
   return x;
 }
 
+// The warp's number in the CTA. Taken from lane 0, so that the compiler knows it to be equal in all lanes.
+JAXINFER_DEVICE int warp_index() {
+  return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x >> 5), 0);
+}
+
+// Zero in all lanes, which no compiler knows: bit 31 of the mask of lower lanes.
+JAXINFER_DEVICE uint32_t opaque_zero() {
+  uint32_t lower;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(lower));
+  return lower >> 31;
+}
+
+// ---- global memory ----
+
+// A read at this place of the program: the compiler moves others behind the branches that decide whether their results
+// are needed, and then one trip to memory waits for another.
+JAXINFER_DEVICE int4 load_now(const int4* from) {
+  int4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+
 // ---- shared memory ----
 
 JAXINFER_DEVICE uint32_t shared_address(const void* pointer) {
@@ -47,6 +69,9 @@ JAXINFER_DEVICE uint32_t shared_address(const void* pointer) {
 JAXINFER_DEVICE void store_shared(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
+}
+JAXINFER_DEVICE void store_shared(uint32_t to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 JAXINFER_DEVICE uint4 load_shared(uint32_t from) {
   uint4 x;
@@ -70,6 +95,11 @@ JAXINFER_DEVICE void copy_async(uint32_t to, const void* from, bool present, uin
   const uint32_t bytes = present ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to),
                "l"(from), "r"(bytes), "l"(policy)
+               : "memory");
+}
+JAXINFER_DEVICE void copy_async(uint32_t to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
                : "memory");
 }
 JAXINFER_DEVICE void commit_copies() {
@@ -103,6 +133,21 @@ JAXINFER_DEVICE void cta_barrier() {
 // A group of `num_threads` threads (whole warps) under barrier `id`; 0 is the CTA's own.
 JAXINFER_DEVICE void group_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// Where a kernel may start before earlier ones of its stream end (programmatic dependent launch), from 9.0 on;
+// elsewhere both do nothing.
+// Ends when all earlier kernels have ended and their results can be read.
+JAXINFER_DEVICE void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may start when all CTAs have said this or ended.
+JAXINFER_DEVICE void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // ---- fragments ----

@@ -32,10 +32,12 @@ struct Wgmma;
 #define JAXINFER_EIGHT(i)                                                                     \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
       "+f"(c[i + 6]), "+f"(c[i + 7])
-#define JAXINFER_TEXT_32             \
-  "%0,%1,%2,%3,%4,%5,%6,%7,"         \
-  "%8,%9,%10,%11,%12,%13,%14,%15,"   \
-  "%16,%17,%18,%19,%20,%21,%22,%23," \
+#define JAXINFER_TEXT_16     \
+  "%0,%1,%2,%3,%4,%5,%6,%7," \
+  "%8,%9,%10,%11,%12,%13,%14,%15"
+#define JAXINFER_TEXT_32              \
+  JAXINFER_TEXT_16                    \
+  ",%16,%17,%18,%19,%20,%21,%22,%23," \
   "%24,%25,%26,%27,%28,%29,%30,%31"
 #define JAXINFER_TEXT_40 \
   JAXINFER_TEXT_32       \
@@ -61,7 +63,8 @@ struct Wgmma;
   ",%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119" \
   ",%120,%121,%122,%123,%124,%125,%126,%127"
-#define JAXINFER_OPERANDS_32 JAXINFER_EIGHT(0), JAXINFER_EIGHT(8), JAXINFER_EIGHT(16), JAXINFER_EIGHT(24)
+#define JAXINFER_OPERANDS_16 JAXINFER_EIGHT(0), JAXINFER_EIGHT(8)
+#define JAXINFER_OPERANDS_32 JAXINFER_OPERANDS_16, JAXINFER_EIGHT(16), JAXINFER_EIGHT(24)
 #define JAXINFER_OPERANDS_40 JAXINFER_OPERANDS_32, JAXINFER_EIGHT(32)
 #define JAXINFER_OPERANDS_48 JAXINFER_OPERANDS_40, JAXINFER_EIGHT(40)
 #define JAXINFER_OPERANDS_56 JAXINFER_OPERANDS_48, JAXINFER_EIGHT(48)
@@ -108,6 +111,7 @@ struct Wgmma;
                : JAXINFER_OPERANDS_##REGISTERS                                                 \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
 
+JAXINFER_WGMMA(32, 16, 16, 17, 18, 19, 20);
 JAXINFER_WGMMA(64, 32, 32, 33, 34, 35, 36);
 JAXINFER_WGMMA(80, 40, 40, 41, 42, 43, 44);
 JAXINFER_WGMMA(96, 48, 48, 49, 50, 51, 52);
@@ -120,6 +124,8 @@ JAXINFER_WGMMA(256, 128, 128, 129, 130, 131, 132);
 #undef JAXINFER_WGMMA_SHARED
 #undef JAXINFER_WGMMA_REGISTERS
 #undef JAXINFER_EIGHT
+#undef JAXINFER_TEXT_16
+#undef JAXINFER_OPERANDS_16
 #undef JAXINFER_TEXT_32
 #undef JAXINFER_OPERANDS_32
 #undef JAXINFER_TEXT_40

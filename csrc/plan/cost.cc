@@ -15,11 +15,23 @@ namespace jaxinfer {
 // at
 //   3.3 TB/s over 264 CTAs and multiplies it with 128 rows in 14 ns at 600 TFLOP/s over 132 CTAs.
 Costs default_costs(Schedule schedule, bool compute_bound) {
-  constexpr Costs kMemoryBound{/*fixed=*/48, /*alpha=*/1, /*beta=*/1, /*floor=*/256, /*weight=*/3};
-  constexpr Costs kComputeBound{/*fixed=*/128, /*alpha=*/1, /*beta=*/1, /*floor=*/1024, /*weight=*/1};
+  constexpr Costs kMemoryBound{/*fixed=*/48,  /*alpha=*/1,    /*beta=*/1,  /*floor=*/512,
+                               /*weight=*/3,  /*granule=*/64, /*merge=*/80};
+  constexpr Costs kComputeBound{/*fixed=*/128, /*alpha=*/1,    /*beta=*/1,  /*floor=*/1024,
+                                /*weight=*/1,  /*granule=*/64, /*merge=*/128};
   Costs costs = compute_bound ? kComputeBound : kMemoryBound;
-  if (schedule == Schedule::kRuns) costs.fixed = std::max<int64_t>(costs.fixed, 96);
+  if (schedule == Schedule::kRuns && !compute_bound) {
+    costs.fixed = 96;
+    costs.floor = 64;
+  }
   return costs;
+}
+
+int64_t smallest_piece(const Costs& costs, int64_t kv_tokens, int32_t num_queues) {
+  // One KV token of a row is worth less than a partial result of it: with eight KV heads on 264 CTAs, 16 pieces are
+  // best up to 8192 tokens and 32 from 16384 on.
+  const int64_t most = std::max<int64_t>(kv_tokens < 16384 ? 16 : 32, num_queues / 4);
+  return std::max(costs.floor, round_up(ceil_div(kv_tokens, most), costs.granule));
 }
 
 int32_t choose_num_queues(int32_t num_ctas, int32_t heads) {

@@ -18,6 +18,10 @@ inline int64_t item_cost(const Costs& costs, int64_t tokens, int64_t kv_tokens) 
   return costs.fixed + costs.alpha * tokens + costs.beta * kv_tokens;
 }
 
+// Fewest KV tokens that a piece of a tile with kv_tokens may have. A row's partial results are merged by one warp, so
+// their number is bounded as well.
+int64_t smallest_piece(const Costs& costs, int64_t kv_tokens, int32_t num_queues);
+
 // Smallest number of queues whose queues * heads workers leave at most 2% of num_ctas idle in their last
 // round.
 int32_t choose_num_queues(int32_t num_ctas, int32_t heads);

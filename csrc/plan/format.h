@@ -2,7 +2,8 @@
 // merge. This header is the only place that knows where each part lies. It holds no scheduling decisions
 // (planner.h).
 //
-//   header[16] | per class: queue_indptr[num_queues + 1], padded to 16 bytes; items[item_capacity] |
+//   header[16] | per class: queue_indptr[num_queues + 1], padded to 16 bytes; queue_first[num_queues];
+//   items[item_capacity] |
 //   merge_token[M], merge_indptr[M + 1], merge_slots[S]        (M = merge_capacity, S = slot_capacity)
 //
 // Everything static (class count, capacities) travels beside the array, so offsets never depend on lengths.
@@ -12,7 +13,7 @@
 
 namespace jaxinfer {
 
-constexpr int32_t kPlanVersion = 1;
+constexpr int32_t kPlanVersion = 2;
 constexpr int64_t kHeaderWords = 16;
 constexpr int32_t kMaxClasses = 2;
 constexpr int32_t kMaxItemTokens = 65535;  // what the token count in Item::flags can hold
@@ -41,7 +42,8 @@ struct Item {
 
   int32_t num_tokens() const { return flags & 0xffff; }
 };
-static_assert(sizeof(Item) == 32, "an item is eight words");
+constexpr int64_t kItemWords = 8;
+static_assert(sizeof(Item) == kItemWords * sizeof(int32_t), "an item is eight words");
 
 // Static facts of one tile class and where its parts start.
 struct ClassFormat {
@@ -52,6 +54,8 @@ struct ClassFormat {
   int32_t item_capacity;
   int64_t queue_indptr;  // word offset of queue_indptr[num_queues + 1]: items [indptr[i], indptr[i + 1]) of
                          // queue i
+  int64_t queue_first;   // word offset of queue_first[num_queues], a copy of each queue's first item, so that a
+                         // CTA's first reads do not wait for each other; zeros for an empty queue
   int64_t items;         // word offset of items[item_capacity], a multiple of 4
 
   // Whole query tokens that one tile holds.
@@ -90,8 +94,10 @@ inline void lay_out(PlanFormat* format) {
     ClassFormat& cls = format->classes[c];
     cls.queue_indptr = word;
     word += (int64_t{cls.num_queues} + 1 + 3) / 4 * 4;
+    cls.queue_first = word;
+    word += int64_t{cls.num_queues} * kItemWords;
     cls.items = word;
-    word += int64_t{cls.item_capacity} * int64_t{sizeof(Item) / sizeof(int32_t)};
+    word += int64_t{cls.item_capacity} * kItemWords;
   }
   format->merge_token = word;
   word += format->merge_capacity;

@@ -152,7 +152,7 @@ void find_unseen(const PlanRequest& request, Scratch* s) {
   }
 }
 
-// Writes queue_indptr and items of class c: each queue's pieces in dealing order, then its empty items.
+// Writes queue_indptr, queue_first and items of class c: each queue's pieces in dealing order, then its empty items.
 // Returns the number of items.
 int32_t write_class(const LayoutView& layout, const PlanRequest& request, int32_t c, Scratch* s,
                     int32_t* out) {
@@ -164,7 +164,7 @@ int32_t write_class(const LayoutView& layout, const PlanRequest& request, int32_
   check_fits(num_items, cls.item_capacity, "items");
 
   int32_t* indptr = out + cls.queue_indptr;
-  std::fill(indptr, out + cls.items, 0);
+  std::fill(indptr, out + cls.items, 0);  // queue_first as well
   for (const Piece& piece : pieces.pieces) ++indptr[piece.queue + 1];
   for (size_t i = 0; i < num_empty; ++i) ++indptr[i % cls.num_queues + 1];
   for (int32_t q = 0; q < cls.num_queues; ++q) indptr[q + 1] += indptr[q];
@@ -190,6 +190,10 @@ int32_t write_class(const LayoutView& layout, const PlanRequest& request, int32_
   }
   std::fill(reinterpret_cast<int32_t*>(items + num_items),
             reinterpret_cast<int32_t*>(items + cls.item_capacity), 0);
+  Item* first = reinterpret_cast<Item*>(out + cls.queue_first);
+  for (int32_t q = 0; q < cls.num_queues; ++q) {
+    if (indptr[q] < indptr[q + 1]) first[q] = items[indptr[q]];
+  }
   return static_cast<int32_t>(num_items);
 }
 

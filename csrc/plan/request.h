@@ -14,11 +14,13 @@ enum class Schedule : int32_t { kLpt = 0, kRuns = 1 };
 
 // Cost of an item: fixed + alpha * tokens + beta * KV tokens, in integers.
 struct Costs {
-  int64_t fixed;   // starting an item and writing its result
-  int64_t alpha;   // per query token
-  int64_t beta;    // per KV token, at least 1
-  int64_t floor;   // fewest KV tokens worth a cut; a multiple of 16, at least 32
-  int64_t weight;  // time of one cost unit relative to the other class, when each has the whole machine
+  int64_t fixed;    // starting an item and writing its result
+  int64_t alpha;    // per query token
+  int64_t beta;     // per KV token, at least 1
+  int64_t floor;    // fewest KV tokens worth a cut; a multiple of 16, at least 32
+  int64_t weight;   // time of one cost unit relative to the other class, when each has the whole machine
+  int64_t granule;  // KV tokens that a CTA takes at a time; a multiple of 16 (runs)
+  int64_t merge;    // what partial results cost once, wherever there are any (runs)
 };
 
 // The rules that bound which KV positions a token can see; everything else is masked inside the range.

@@ -30,10 +30,12 @@ void radix_sort(const std::vector<uint64_t>& keys, std::vector<int32_t>* order) 
   }
 }
 
+using Heap = std::vector<std::pair<int64_t, int32_t>>;
+
 // Queues by load; the least loaded one, the lowest index among equals, takes what comes next.
 class LeastLoaded {
  public:
-  LeastLoaded(std::vector<std::pair<int64_t, int32_t>>* heap, int32_t num_queues) : heap_(*heap) {
+  LeastLoaded(Heap* heap, int32_t num_queues) : heap_(*heap) {
     heap_.clear();
     for (int32_t q = 0; q < num_queues; ++q) heap_.emplace_back(0, q);
   }
@@ -52,31 +54,10 @@ class LeastLoaded {
   }
 
  private:
-  std::vector<std::pair<int64_t, int32_t>>& heap_;  // a binary heap, the least (load, queue) in front
+  Heap& heap_;  // a binary heap, the least (load, queue) in front
 };
 
-// Queues one after the other, each until it is full.
-class OneByOne {
- public:
-  OneByOne(int64_t quota, int32_t num_queues) : quota_(quota), num_queues_(num_queues) {}
-  int64_t load() const { return load_; }
-  int32_t queue() const { return queue_; }
-  void add(int64_t cost) {
-    load_ += cost;
-    if (load_ >= quota_ && queue_ + 1 < num_queues_) {
-      ++queue_;
-      load_ = 0;
-    }
-  }
-
- private:
-  int64_t quota_;
-  int32_t num_queues_;
-  int32_t queue_ = 0;
-  int64_t load_ = 0;
-};
-
-// Takes the tiles in `order`; the queue that is next takes what fills it to the quota, the rest of the tile
+// lpt: takes the tiles in `order`; the queue that is next takes what fills it to the quota, the rest of the tile
 // goes to the queue after it.
 //
 // Cuts <= queues: the division rounds up, so every cut leaves its queue with a load of at least the quota,
@@ -85,9 +66,9 @@ class OneByOne {
 // tile) * c, which are at most `queues` before that cut. Largest load <= quota + 1.5 * beta * floor + c: a
 // queue that is next has a load of at most the quota, and takes at most what fills it, or the floor, rounded
 // up to 16, and half a floor more.
-template <typename Queues>
 void cut_and_deal(const std::vector<Tile>& tiles, const std::vector<int32_t>& order, const Costs& costs,
-                  int64_t quota, Queues queues, ClassPieces* out) {
+                  int64_t quota, int32_t num_queues, Heap* heap, ClassPieces* out) {
+  LeastLoaded queues(heap, num_queues);
   for (int32_t i : order) {
     const Tile& tile = tiles[i];
     const int64_t own_cost = item_cost(costs, tile.num_tokens, 0);
@@ -100,8 +81,75 @@ void cut_and_deal(const std::vector<Tile>& tiles, const std::vector<int32_t>& or
       begin = end;
     }
   }
-  out->order.resize(out->pieces.size());
-  std::iota(out->order.begin(), out->order.end(), 0);
+}
+
+// Load of the fullest queue when whole tiles are dealt in `order`; fills `out` unless it is null.
+int64_t deal_whole(const std::vector<Tile>& tiles, const std::vector<int32_t>& order, const Costs& costs,
+                   int32_t num_queues, Heap* heap, ClassPieces* out) {
+  LeastLoaded queues(heap, num_queues);
+  int64_t largest = 0;
+  for (int32_t i : order) {
+    const Tile& tile = tiles[i];
+    const int64_t cost = item_cost(costs, tile.num_tokens, tile.kv_end - tile.kv_begin);
+    if (out != nullptr) out->pieces.push_back({i, tile.kv_begin, tile.kv_end, queues.queue()});
+    largest = std::max(largest, queues.load() + cost);
+    queues.add(cost);
+  }
+  return largest;
+}
+
+// runs: fills queues one after the other up to the quota, cutting the tile at which one is full. False: the tiles
+// need more queues; nothing of use is in `out`, which may be null. Every cut ends a queue, so cuts < queues.
+bool fill_runs(const std::vector<Tile>& tiles, const Costs& costs, int64_t quota, int32_t num_queues,
+               ClassPieces* out) {
+  int32_t queue = 0;
+  int64_t load = 0;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& tile = tiles[i];
+    const int64_t own_cost = item_cost(costs, tile.num_tokens, 0);
+    const int64_t smallest = smallest_piece(costs, tile.kv_end - tile.kv_begin, num_queues);
+    for (int64_t begin = tile.kv_begin; begin < tile.kv_end;) {
+      const int64_t left = tile.kv_end - begin;
+      const int64_t room = std::max<int64_t>(quota - load - own_cost, 0) / costs.beta / costs.granule * costs.granule;
+      int64_t take = load == 0 ? std::max(room, smallest) : room;
+      if (left <= take + costs.granule / 2) take = left;
+      if (take < left && take < smallest) {
+        if (++queue == num_queues) return false;
+        load = 0;
+        continue;
+      }
+      if (out != nullptr) {
+        out->pieces.push_back({static_cast<int32_t>(i), static_cast<int32_t>(begin),
+                               static_cast<int32_t>(begin + take), queue});
+      }
+      load += item_cost(costs, tile.num_tokens, take);
+      begin += take;
+    }
+  }
+  return true;
+}
+
+// runs: the smallest quota, to a granule, with which the tiles fit; whole tiles where they are balanced well enough
+// without cuts.
+void schedule_runs(const std::vector<Tile>& tiles, const std::vector<int32_t>& descending, const Costs& costs,
+                   int32_t num_queues, int64_t total_cost, Heap* heap, ClassPieces* out) {
+  const int64_t quota = ceil_div(total_cost, num_queues);
+  if (deal_whole(tiles, descending, costs, num_queues, heap, nullptr) <= quota + costs.merge) {
+    deal_whole(tiles, descending, costs, num_queues, heap, out);
+    return;
+  }
+  const int64_t step = costs.beta * costs.granule;
+  int64_t steps = 0;  // the quota is known to be too small by less than 2 * steps
+  int64_t stride = 1;
+  while (!fill_runs(tiles, costs, quota + (steps + stride - 1) * step, num_queues, nullptr)) {
+    steps += stride;
+    stride *= 2;
+  }
+  while (stride > 1) {
+    stride /= 2;
+    if (!fill_runs(tiles, costs, quota + (steps + stride - 1) * step, num_queues, nullptr)) steps += stride;
+  }
+  fill_runs(tiles, costs, quota + steps * step, num_queues, out);
 }
 
 // Cuts at multiples of a step that depends on the row alone.
@@ -150,7 +198,7 @@ struct Scratch {
   std::vector<uint64_t> sections;  // [tiles]
   std::vector<uint64_t> keys;      // [tiles or pieces]
   std::vector<int32_t> order;      // [tiles or pieces]
-  std::vector<std::pair<int64_t, int32_t>> heap;
+  Heap heap;
 };
 
 // `order` sorted by (section in a compute-bound class, descending cost, index); cost(i) and tile_of(i) of its
@@ -215,21 +263,20 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
       classes[c].order = scratch.order;
       continue;
     }
-    int64_t largest_own = 0;
-    for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));
-    const int64_t quota = ceil_div(total_cost[c], queues_used[c]) + largest_own;
-    if (request.schedule == Schedule::kRuns) {
-      scratch.order.resize(tiles[c].size());
-      std::iota(scratch.order.begin(), scratch.order.end(), 0);
-      cut_and_deal(tiles[c], scratch.order, costs, quota, OneByOne(quota, queues_used[c]), &classes[c]);
+    const auto cost = [&](size_t i) {
+      return tile_cost(c, tiles[c][i], tiles[c][i].kv_end - tiles[c][i].kv_begin);
+    };
+    sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
+    if (request.schedule == Schedule::kRuns && !by_section) {
+      schedule_runs(tiles[c], scratch.order, costs, queues_used[c], total_cost[c], &scratch.heap, &classes[c]);
     } else {
-      const auto cost = [&](size_t i) {
-        return tile_cost(c, tiles[c][i], tiles[c][i].kv_end - tiles[c][i].kv_begin);
-      };
-      sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
-      cut_and_deal(tiles[c], scratch.order, costs, quota, LeastLoaded(&scratch.heap, queues_used[c]),
-                   &classes[c]);
+      int64_t largest_own = 0;
+      for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));
+      const int64_t quota = ceil_div(total_cost[c], queues_used[c]) + largest_own;
+      cut_and_deal(tiles[c], scratch.order, costs, quota, queues_used[c], &scratch.heap, &classes[c]);
     }
+    classes[c].order.resize(classes[c].pieces.size());
+    std::iota(classes[c].order.begin(), classes[c].order.end(), 0);
   }
 }
 

@@ -53,9 +53,10 @@ class Burst:
         self._runs: list[tuple[float, float]] = []
         return _seconds(self._long)
 
-    def sample(self) -> None:
-        """Runs short and long once more."""
+    def sample(self) -> float:
+        """Runs short and long once more; seconds of both."""
         self._runs.append((_seconds(self._short), _seconds(self._long)))
+        return sum(self._runs[-1])
 
     def timing(self) -> Timing:
         """Seconds per call, of all samples; not above zero where the clock or the calls failed."""
@@ -119,16 +120,28 @@ class JaxBurst(Burst):
         return result
 
 
+def _always(name: str, action: Callable[[], float]) -> bool:
+    action()
+    return True
+
+
 def race(
-    bursts: Mapping[str, Burst], *, seconds: float, min_rounds: int = 5, max_rounds: int = 60
+    bursts: Mapping[str, Burst],
+    *,
+    seconds: float,
+    min_rounds: int = 5,
+    max_rounds: int = 60,
+    attempt: Callable[[str, Callable[[], float]], bool] = _always,
 ) -> dict[str, Timing]:
-    """Samples every burst once per round, the order rotating, until `seconds` pass."""
+    """Samples every burst once per round, the order rotating, until `seconds` pass.
+
+    `attempt` runs a sample; a burst for which it says False is out.
+    """
     names = list(bursts)
     end = time.perf_counter() + seconds
     for done in range(max_rounds):
         if done >= min_rounds and time.perf_counter() > end:
             break
         first = done % max(1, len(names))
-        for name in names[first:] + names[:first]:
-            bursts[name].sample()
-    return {name: burst.timing() for name, burst in bursts.items()}
+        names = [name for name in names[first:] + names[:first] if attempt(name, bursts[name].sample)]
+    return {name: bursts[name].timing() for name in bursts if name in names}

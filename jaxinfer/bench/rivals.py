@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -31,7 +32,7 @@ Variants = dict[str, Callable[[], Burst]]
 
 @dataclass(frozen=True)
 class Rival:
-    """One library's way to compute a case.
+    """One library's way to compute a case. Its functions are named in modules: they are sent to other processes.
 
     Attributes:
       kinds, platforms, needs: tables and platforms it takes part in, modules that must be installed.
@@ -116,18 +117,13 @@ def _needs_dense(case: Case) -> str | None:
     return None if case.whole else "equal lengths, all tokens queries"
 
 
-def _dot_product(implementation: Literal["xla", "cudnn"]) -> Callable[[Operands], Variants]:
-    def variants(ops: Operands) -> Variants:
-        def call(q: Any, k: Any, v: Any) -> Any:
-            q, k, v = (_dense(ops.case, x) for x in (q, k, v))
-            o = jax.nn.dot_product_attention(
-                q, k, v, is_causal=ops.case.causal, implementation=implementation
-            )
-            return o.reshape(-1, *o.shape[2:])
+def _dot_product(implementation: Literal["xla", "cudnn"], ops: Operands) -> Variants:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (_dense(ops.case, x) for x in (q, k, v))
+        o = jax.nn.dot_product_attention(q, k, v, is_causal=ops.case.causal, implementation=implementation)
+        return o.reshape(-1, *o.shape[2:])
 
-        return {"": lambda: JaxBurst(call, ops.sets)}
-
-    return variants
+    return {"": lambda: JaxBurst(call, ops.sets)}
 
 
 def _flash_attn3(ops: Operands) -> Variants:
@@ -237,9 +233,23 @@ RIVALS = (
         "16 splits up to a batch of 16, else 4; q scaled by a fused product",
     ),
     Rival(
-        "jax.nn cudnn", ("prefill",), ("gpu",), (), _dot_product("cudnn"), _needs_dense, "dense K and V only"
+        "jax.nn cudnn",
+        ("prefill",),
+        ("gpu",),
+        (),
+        partial(_dot_product, "cudnn"),
+        _needs_dense,
+        "dense K and V only",
     ),
-    Rival("jax.nn xla", ("prefill",), ("cpu",), (), _dot_product("xla"), _needs_dense, "dense K and V only"),
+    Rival(
+        "jax.nn xla",
+        ("prefill",),
+        ("cpu",),
+        (),
+        partial(_dot_product, "xla"),
+        _needs_dense,
+        "dense K and V only",
+    ),
     Rival(
         "torch cuDNN SDPA",
         ("prefill",),

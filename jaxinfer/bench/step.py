@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxinfer
+from jaxinfer.bench.ceilings import measure_ceilings
 from jaxinfer.bench.measure import Timing, summary
 from jaxinfer.bench.report import Progress, print_table
 from jaxinfer.models.config import LlamaConfig
@@ -40,8 +41,6 @@ BATCHES = ((1, 4096), (64, 4096))
 PAGE_SIZE = 16
 #: Steps of a short and a long run; their difference is free of what starting and waiting cost.
 SHORT, LONG, ROUNDS = 2, 12, 7
-#: Bytes of the array whose sum measures what reading alone reaches.
-READ_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def bench_step(
     """Measures all batches and prints the table."""
     progress = Progress(len(batches) + 2)
     progress.start("read bandwidth")
-    bandwidth = read_bandwidth()
+    bandwidth = measure_ceilings(["read"])["read"]
     progress.start("random weights")
     params = jax.block_until_ready(unstack_layers(init_params(config, jax.random.key(0), jnp.bfloat16)))
     results = []
@@ -76,21 +75,6 @@ def bench_step(
     progress.finish()
     _report(config, results, bandwidth)
     return results
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of summing a large bfloat16 array."""
-    size = READ_BYTES if jax.default_backend() != "cpu" else READ_BYTES >> 6
-    x = jax.random.normal(jax.random.key(2), (size // 2,), jnp.bfloat16)
-    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
-
-    def run(count: int) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready([total(x) for _ in range(count)])
-        return time.perf_counter() - begin
-
-    run(SHORT)
-    return x.nbytes / summary([_slope(run) for _ in range(ROUNDS)]).median
 
 
 def measure_step(

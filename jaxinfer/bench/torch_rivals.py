@@ -40,13 +40,15 @@ class GraphBurst(Burst):
     """Calls recorded once in a CUDA graph and replayed, so that launches cost the host nothing.
 
     Args:
-      calls: one per set of operands, each returning a tensor [tokens, num_qo_heads, head_dim].
+      calls: one per set of operands, each returning a tensor [tokens, num_qo_heads, head_dim]. The graph reads what
+        they hold (operands, page tables, workspaces) by address, so they are kept as long as the graph.
     """
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         import torch
 
         self.slots = len(calls)
+        self._calls = calls  # else torch gives the memory that the graph reads to the next who asks
         self._torch = torch
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -101,23 +103,30 @@ def _flashinfer_burst(ops: Operands, backend: str) -> Burst:
     def to_gpu(x: Any) -> Any:
         return torch.from_numpy(np.ascontiguousarray(x, np.int32)).cuda()
 
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     qo, kv, indices = (to_gpu(x) for x in (ops.qo_indptr, ops.kv_indptr, ops.kv_indices))
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
     dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
     sets = _tensors(ops)
+    if backend == "persistent":  # the only one that brings its workspace
+        wrapper: Any = library.BatchAttention(kv_layout="NHD")
+        wrapper.plan(
+            qo,
+            kv,
+            indices,
+            to_gpu(case.kv_len),
+            *heads,
+            case.head_dim,
+            case.page_size,
+            causal=True,
+            **dtypes,
+        )
+        return GraphBurst([lambda s=s: wrapper.run(s[0], s[1:])[0] for s in sets])  # type: ignore[misc]
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     if case.page_size is None:
         ragged = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
         ragged.plan(qo, kv, *heads, head_dim_vo=case.head_dims[1], causal=case.causal, **dtypes)
         return GraphBurst([partial(ragged.run, *s) for s in sets])
-    lengths = np.array(case.kv_len)
-    last_page = to_gpu((lengths - 1) % case.page_size + 1)
-    if backend == "persistent":
-        wrapper: Any = library.BatchAttention(kv_layout="NHD")
-        wrapper.plan(
-            qo, kv, indices, to_gpu(lengths), *heads, case.head_dim, case.page_size, causal=True, **dtypes
-        )
-        return GraphBurst([lambda s=s: wrapper.run(s[0], s[1:])[0] for s in sets])  # type: ignore[misc]
+    last_page = to_gpu((np.array(case.kv_len) - 1) % case.page_size + 1)
     if case.kind == "decode":
         tensor_cores = backend == "fa2"
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(

@@ -116,19 +116,24 @@ def from_cuda(
 
     `source` defines one or more of these functions (and helpers, if it likes):
 
-    __device__ float logits(float s, const Row& row, const Col& col) const; __device__ bool mask(const Row&
-    row, const Col& col) const; template <int kCount> __device__ void query(float (&x)[kCount], int dim, const
-    Row& row) const; template <int kCount> __device__ void key(float (&x)[kCount], int dim, const Row& row,
-    const Col& col) const; template <int kCount> __device__ void value(float (&x)[kCount], int dim, const Row&
-    row, const Col& col) const; template <int kCount> __device__ void output(float (&x)[kCount], int dim,
-    const Row& row) const;
+        __device__ float logits(float s, const Row& row, const Col& col) const;
+        __device__ bool mask(const Row& row, const Col& col) const;
+        template <int kCount>
+        __device__ void query(float (&x)[kCount], int dim, const Row& row) const;
+        template <int kCount>
+        __device__ void key(float (&x)[kCount], int dim, const Row& row, const Col& col) const;
+        template <int kCount>
+        __device__ void value(float (&x)[kCount], int dim, const Row& row, const Col& col) const;
+        template <int kCount>
+        __device__ void output(float (&x)[kCount], int dim, const Row& row) const;
 
     `logits` gets `s = sm_scale * q . k` and returns what the softmax sees (before the soft cap, if the
-    Variant has one); `mask` returns whether the query token may attend, and is combined with the Variant's
-    other rules by AND. The others change kCount consecutive elements of a row of q, K, V or the normalised
-    output in place, from element `dim` on; key and value must not depend on the query token of `row`. A `Row`
-    has `request` (the BSR row), `token`, `q_pos`, `qo_head`, `kv_head`; a `Col` has `kv_pos` and `kv_index`
-    (its index in the row's list). Arrays and numbers are `params.NAME`: pointers and scalars. For ALiBi:
+    Variant has one); with `softmax=False` what it returns is the weight. `mask` returns whether the query
+    token may attend, and is combined with the Variant's other rules by AND. The others change kCount
+    consecutive elements of a row of q, K, V or the normalised output in place, from element `dim` on; key and
+    value must not depend on the query token of `row`. A `Row` has `request` (the BSR row), `token`, `q_pos`,
+    `qo_head`, `kv_head`; a `Col` has `kv_pos` and `kv_index` (its index in the row's list). Arrays and
+    numbers are `params.NAME`: pointers and scalars. For ALiBi:
 
         Variant.from_cuda(
             "__device__ float logits(float s, const Row& row, const Col& col) const {"
@@ -138,12 +143,14 @@ def from_cuda(
             causal=True,
         )
 
-    Args: source: CUDA C++ text. params: by name, arrays (float32, int32, uint32, int8, uint8 or bool;
-    operands of the call, any shape, row-major) and Python numbers (static; changing one does not compile
-    anything again but traces again). twin: an object with the same functions in Python, `logits(s, row, col,
-    params)` and `mask(row, col, params)`, on arrays that broadcast; `implementation="reference"` runs it. It
-    cannot express the other holes. Static: give the same object every time, for example a module or a class
-    with static methods. rules: the other fields of `Variant`.
+    Args:
+      source: CUDA C++ text.
+      params: by name, arrays (float32, int32, uint32, int8, uint8 or bool; operands of the call, any shape,
+        row-major) and Python numbers (static; changing one does not compile anything again but traces again).
+      twin: an object with the same functions in Python, `logits(s, row, col, params)` and `mask(row, col,
+        params)`, on arrays that broadcast; `implementation="reference"` runs it. It cannot express the other
+        holes. Static: give the same object every time, for example a module or a class with static methods.
+      rules: the other fields of `Variant`.
 
     Raises:
       ValueError: no hole is filled, or a name, dtype or number is wrong.

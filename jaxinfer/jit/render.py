@@ -170,6 +170,7 @@ def _tile(spec: KernelSpec, kernel: str, arch: str) -> TileConfig:
             contiguous=spec.contiguous,
             page_box=spec.page_box,
             plain=plain,
+            functor=spec.functor is not None,
         )
     return tile_config(
         kernel=kernel,

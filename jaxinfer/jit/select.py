@@ -17,10 +17,6 @@ _MMA_TILES = (16, 32, 64, 128)
 #: Tiles of the warpgroup kernel.
 WGMMA_TILES = (128, 192)
 
-#: Whether plans and calls that leave the choice to jaxinfer use the warpgroup kernel on Hopper. False until it
-#: has passed the GPU tests: then only implementation="wgmma" and tile 192 ask for it.
-WGMMA_BY_DEFAULT = False
-
 
 def attention_kernels(
     *,
@@ -108,7 +104,7 @@ def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
     if implementation == "mma" or tile not in WGMMA_TILES:
         return "attention_mma"
     # Which template a large tile becomes is decided where the GPU is known.
-    return "attention" if WGMMA_BY_DEFAULT or tile not in _MMA_TILES else "attention_mma"
+    return "attention"
 
 
 def _page_box(tile: int, contiguous: bool, page_size: int) -> int:

@@ -88,15 +88,14 @@ _MMA: dict[int, dict[tuple[int, int], _Shape]] = {
 _SIMT = _Shape(1, 4, 8, 3, 2, False)
 _SIMT_ROWS = 8  # kSimtMaxRows of attention_simt.cuh
 
-# sizeof(CtaState) and sizeof(WarpState) of work.cuh.
-_CTA_STATE = 32
+# sizeof(WarpState) of work.cuh.
 _WARP_STATE = 136
 
 # Of a consumer thread of the warpgroup kernel, by tile: registers for the accumulators of o and scores and the
 # packed weights, and what loaders that know pages, and masks and users' rules, take from that. The rest of the 224 or
 # 232 (two consumers), 152 or 160 (three) is for addresses and what is in flight between the products. All found by
 # compiling.
-_WGMMA_REGISTERS = {128: (188, 0, 12), 192: (128, 12, 24)}
+_WGMMA_REGISTERS = {128: (188, 0, 12, 36), 192: (128, 12, 24, 36)}
 # sizeof of ConsumerState and CursorState of the kernel.
 _CONSUMER_STATE = 72
 _CURSOR_STATE = 52
@@ -174,8 +173,10 @@ def wgmma_config(
     contiguous: bool,
     page_box: int,
     plain: bool,
+    functor: bool,
 ) -> TileConfig:
-    """Geometry of a tile of `attention_wgmma`; arguments as for `tile_config`, `page_box` as in KernelSpec.
+    """Geometry of a tile of `attention_wgmma`; arguments as for `tile_config`, `page_box` as in KernelSpec;
+    `functor`: there are a user's rules.
 
     Raises:
       NotImplementedError: the output of the tile does not fit into registers.
@@ -183,9 +184,10 @@ def wgmma_config(
     gather = not contiguous and page_box == 0
     consumers = tile // 64
     # Four gathering warps need whole swizzle patterns each.
-    blocks = (128, 96, 64) if gather else (128, 112, 96, 80, 64)
-    room, for_pages, for_rules = _WGMMA_REGISTERS[tile]
-    room -= head_dim_vo // 2 + (0 if contiguous else for_pages) + (0 if plain else for_rules)
+    blocks = (128, 96, 64, 32) if gather else (128, 112, 96, 80, 64, 32)
+    room, for_pages, for_rules, for_functor = _WGMMA_REGISTERS[tile]
+    room -= head_dim_vo // 2 + (0 if contiguous else for_pages)
+    room -= for_functor if functor else 0 if plain else for_rules
     stages = 2  # three measured the same
     for block_kv in blocks:
         smem = _wgmma_smem_bytes(head_dim_qk, head_dim_vo, tile, block_kv, stages)
@@ -209,9 +211,11 @@ def wgmma_config(
             ("kProducerWarps", 1 if contiguous else {0: 4, 8: 4, 16: 2}[page_box]),
             ("kProducerRegisters", registers[0]),
             ("kConsumerRegisters", registers[1]),
-            ("kPingPong", int(head_dim_qk <= 128)),
-            ("kStaleMax", 0),
-            ("kSplitBlock", 0),
+            # Taking turns brings 14% at (192, 128), costs 6% at 256. There the other two bring 5%; elsewhere they
+            # make no difference.
+            ("kPingPong", int(head_dim_vo <= 128)),
+            ("kStaleMax", int(head_dim_vo > 128)),
+            ("kSplitBlock", int(head_dim_vo > 128)),
         ),
     )
 
@@ -223,7 +227,7 @@ def _wgmma_smem_bytes(head_dim_qk: int, head_dim_vo: int, tile: int, block_kv: i
     data = panels_qk * tile * 128 + stages * (panels_qk + panels_vo) * block_kv * 128
     flags = tile * 8 + stages * (16 + block_kv * 4) + (2 * consumers + 4 * stages) * 8
     states = 4 * consumers * _CONSUMER_STATE + 4 * _CURSOR_STATE
-    return data + -(-(flags + states) // 16) * 16 + _CTA_STATE
+    return data + -(-(flags + states) // 16) * 16
 
 
 def merge_config(*, dtype: str, head_dim_vo: int) -> TileConfig:
@@ -252,13 +256,15 @@ def _smem_bytes(shape: _Shape, dims: tuple[int, int], tile: int, element_size: i
     stages = shape.streams * shape.stages
     ring = stages * shape.block_kv * (head_dim_qk + head_dim_vo) * element_size
     flags = stages * (shape.block_kv * 4 + shape.warps_m * 4)
-    bookkeeping = _CTA_STATE + shape.streams * shape.warps_m * _WARP_STATE
+    bookkeeping = 0
+    if tile not in (16, 32):
+        bookkeeping = shape.streams * shape.warps_m * _WARP_STATE
     if tile == 1:
         query = _SIMT_ROWS * head_dim_qk * 4
         states = shape.streams * _SIMT_ROWS * (head_dim_vo * 4 + 8)
     else:
         query = tile * head_dim_qk * 2
-        states = shape.streams // 2 * tile * ((head_dim_vo + 8) * 4 + 8) + tile * 8
+        states = tile * 8 + (shape.streams * tile * 8 + 16 if shape.streams > 1 else 0)
     return query + ring + states + flags + bookkeeping
 
 

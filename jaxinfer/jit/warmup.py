@@ -64,9 +64,8 @@ def model_kernels(
     from jaxinfer.ffi import RULES
 
     group_size = config.num_qo_heads // config.num_kv_heads
-    largest = 64 if config.head_dim > 128 and not select.WGMMA_BY_DEFAULT else 128
-    tiles = [t for t in (16, 32, 64, 128) if t >= group_size and (t <= largest or t < 2 * group_size)]
-    if select.WGMMA_BY_DEFAULT and config.head_dim <= 64:
+    tiles = [t for t in (16, 32, 64, 128) if t >= group_size]
+    if config.head_dim <= 64:
         tiles.append(192)
     if dtype == "float32":
         tiles = [1]

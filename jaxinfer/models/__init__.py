@@ -8,7 +8,7 @@ from jaxinfer.models.config import LlamaConfig
 from jaxinfer.models.download import DownloadError, default_model
 from jaxinfer.models.generate import Completion, Event, Generator
 from jaxinfer.models.model import Model, load_model
-from jaxinfer.models.params import init_params
+from jaxinfer.models.params import init_params, unstack_layers
 from jaxinfer.models.sampling import Sampling
 from jaxinfer.models.tokenizer import Tokenizer
 
@@ -24,4 +24,5 @@ __all__ = [
     "default_model",
     "init_params",
     "load_model",
+    "unstack_layers",
 ]

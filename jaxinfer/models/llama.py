@@ -16,7 +16,7 @@ import numpy as np
 import jaxinfer
 from jaxinfer._typing import Array, Float
 from jaxinfer.models.config import LlamaConfig
-from jaxinfer.models.params import Params
+from jaxinfer.models.params import Params, joined_name, layer_shapes
 from jaxinfer.rope import apply_rope, rope_cos_sin, rope_frequencies
 
 
@@ -76,6 +76,7 @@ def forward(
     )
     slots = jnp.asarray(layout.slots())
     window_index = jnp.asarray(config.window_index, jnp.int32)
+    shapes = layer_shapes(config)
 
     def heads(x: jax.Array, num_heads: int) -> jax.Array:
         return x.reshape(num_tokens, num_heads, config.head_dim)
@@ -87,9 +88,8 @@ def forward(
         x, k_pages, v_pages = carry
         w, layer = inputs
         h = _rms_norm(x, w["attn_norm"], config.rms_norm_eps)
-        q = heads(_linear(h, w["q_proj"], w.get("q_bias")), config.num_qo_heads)
-        k = heads(_linear(h, w["k_proj"], w.get("k_bias")), config.num_kv_heads)
-        v = heads(_linear(h, w["v_proj"], w.get("v_bias")), config.num_kv_heads)
+        q, k, v = _linears(h, w, ("q", "k", "v"), shapes)
+        q, k, v = heads(q, config.num_qo_heads), heads(k, config.num_kv_heads), heads(v, config.num_kv_heads)
         q = apply_rope(q, cos, sin, interleaved=config.rope_interleaved)
         k = apply_rope(k, cos, sin, interleaved=config.rope_interleaved)
         k_pages, v_pages = jaxinfer.append_kv(k_pages, v_pages, k, v, slots, layer=layer)
@@ -107,8 +107,7 @@ def forward(
             o = jax.lax.switch(window_index[layer], [lambda i=i: attend(i) for i in range(len(rules))])
         x = x + _linear(o.reshape(num_tokens, -1), w["o_proj"], w.get("o_bias"))
         h = _rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
-        gate = _linear(h, w["gate_proj"], w.get("gate_bias"))
-        up = _linear(h, w["up_proj"], w.get("up_bias"))
+        gate, up = _linears(h, w, ("gate", "up"), shapes)
         x = x + _linear(jax.nn.silu(gate) * up, w["down_proj"], w.get("down_bias"))
         return (x, k_pages, v_pages), None
 
@@ -151,6 +150,17 @@ def _dot(x: Float[Array, "tokens ins"], w: Float[Array, "outs ins"]) -> Float[Ar
     return jnp.einsum(
         "ti,oi->to", x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
+
+
+def _linears(
+    x: jax.Array, w: dict[str, jax.Array], stems: tuple[str, ...], shapes: dict[str, tuple[int, ...]]
+) -> list[jax.Array]:
+    """x times each of the stems' weights, which may be joined."""
+    projections, biases = (tuple(f"{stem}_{kind}" for stem in stems) for kind in ("proj", "bias"))
+    if (joined := joined_name(projections)) in w:
+        ends = np.cumsum([shapes[name][0] for name in projections])
+        return jnp.split(_linear(x, w[joined], w.get(joined_name(biases))), ends[:-1], axis=-1)
+    return [_linear(x, w[p], w.get(b)) for p, b in zip(projections, biases, strict=True)]
 
 
 def _linear(

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import LlamaConfig
 from jaxinfer.models.download import default_model
 from jaxinfer.models.gguf_loader import load_gguf
-from jaxinfer.models.params import Params
+from jaxinfer.models.params import Params, unstack_layers
 from jaxinfer.models.safetensors_loader import load_hf_folder
 from jaxinfer.models.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 
@@ -57,4 +58,6 @@ def load_model(
         tokenizer = tokenizer_from_gguf(metadata, str(path))
     else:
         raise ValueError(f"model: {path} is neither a GGUF file nor a folder")
+    if jax.default_backend() != "cpu":
+        params = unstack_layers(params)
     return Model(config, params, tokenizer, path.name)

@@ -2,7 +2,7 @@
 tensors.
 
 Layout: `{"embed", "final_norm", ["lm_head"], "layers": {name: [num_layers, ...]}}`; matrices are (out, in). After
-`unstack_layers`, "layers" is a list with a dict per layer.
+`unstack_layers`, "layers" is a list with a dict per layer, in which matrices of one input are joined.
 File formats are not known here: a loader hands in a function that reads one tensor by name.
 """
 
@@ -22,6 +22,21 @@ from jaxinfer.models.config import LlamaConfig
 
 Params: TypeAlias = dict[str, Any]  # leaves are jax.Array; "layers": stacked, or a list
 Tensor: TypeAlias = npt.NDArray[Any]
+
+
+#: Weights of a layer that multiply the same input, or are added to the results.
+JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_bias", "k_bias", "v_bias"),
+    ("gate_proj", "up_proj"),
+    ("gate_bias", "up_bias"),
+)
+
+
+def joined_name(names: tuple[str, ...]) -> str:
+    """Of the weight in which `unstack_layers` joins others: "q_k_v_proj"; a single name stays."""
+    *stems, kind = (*(name.partition("_")[0] for name in names), names[0].partition("_")[2])
+    return "_".join([*stems, kind])
 
 
 def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -87,14 +102,24 @@ def init_params(config: LlamaConfig, key: jax.Array, dtype: Any = jnp.float32) -
 
 
 def unstack_layers(params: Params) -> Params:
-    """The same weights with "layers" as a list. The stacks are freed one by one: give `params` away."""
+    """The same weights with "layers" as a list, and with the matrices of each entry of JOINED as one: what a GPU
+    decodes fastest from. The stacks are freed one by one: give `params` away.
+    """
     layers = dict(params["layers"])
-    count = len(next(iter(layers.values())))
+    count = len(layers["attn_norm"])
     unstacked: list[dict[str, jax.Array]] = [{} for _ in range(count)]
-    split = jax.jit(lambda stack: [stack[i] for i in range(count)])
-    for name in list(layers):
-        for weights, leaf in zip(unstacked, split(layers.pop(name)), strict=True):
-            weights[name] = leaf
+
+    @jax.jit
+    def split(stacks: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.concatenate([stack[i] for stack in stacks]) for i in range(count)]
+
+    joined = [name for names in JOINED for name in names]
+    groups: list[tuple[str, ...]] = [(name,) for name in layers if name not in joined]
+    groups += [names for names in JOINED if names[0] in layers]
+    for names in groups:
+        leaves = split([layers.pop(name) for name in names])
+        for weights, leaf in zip(unstacked, leaves, strict=True):
+            weights[joined_name(names)] = leaf
     return params | {"layers": unstacked}
 
 

@@ -1,9 +1,10 @@
-// See bench.h. Inputs are random and rotated, so that no launch finds its K and V in L2.
+// See bench.h.
 #include "bench.h"
 
 #include <algorithm>
-#include <cmath>
 #include <random>
+
+#include "bench_run.h"
 
 namespace jaxinfer::test {
 
@@ -21,110 +22,14 @@ std::vector<std::pair<int, int>> skewed(int batch, int longest) {
   return rows;
 }
 
-// Fills device memory with random bf16 (or fp16, fp32) normal numbers: a pattern of 64 MB, repeated.
-void fill_random(const Buffer& buffer, DType dtype) {
-  static std::vector<uint8_t> patterns[3];
-  std::vector<uint8_t>& pattern = patterns[static_cast<int>(dtype)];
-  if (pattern.empty()) {
-    pattern.resize(size_t{64} << 20);
-    std::mt19937 rng(3);
-    std::normal_distribution<float> normal;
-    std::vector<float> table(1 << 16);
-    for (float& x : table) x = normal(rng);
-    const size_t size = element_size(dtype);
-    for (size_t i = 0; i < pattern.size() / size; ++i)
-      put_element(dtype, table[rng() & 0xffff], &pattern[i * size]);
-  }
-  for (size_t at = 0; at < buffer.bytes(); at += pattern.size()) {
-    CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern.data(),
-                          std::min(pattern.size(), buffer.bytes() - at), cudaMemcpyHostToDevice));
-  }
-}
-
 void run_one(const Kernels& kernels, const BenchCase& bench) {
   running() = bench.name;
-  Options o = bench.options;
-  const int size = element_size(o.dtype);
-  std::mt19937 rng(1);
-  Problem p{};
-  p.options = o;
-  int64_t num_pages = 0;
-  make_layout(o, rng, &p, &num_pages);
-  make_plan_and_params(&p, num_pages, false);
-  AttentionParams a = p.params;
-  Buffer d_plan(p.plan), d_indices(p.kv_indices), d_offset(p.kv_offset), d_pos(p.q_pos);
-  a.plan = d_plan.as<int32_t>();
-  if (!o.contiguous) a.kv_indices = d_indices.as<int32_t>();
-  a.kv_offset = d_offset.as<int32_t>();
-  a.q_pos = d_pos.as<int32_t>();
-  const int64_t heads = int64_t{a.num_tokens} * o.num_qo_heads;
-  const int64_t k_bytes = num_pages * a.k_strides.page * size, v_bytes = num_pages * a.v_strides.page * size;
-  const int sets =
-      static_cast<int>(std::clamp<int64_t>((int64_t{300} << 20) / (k_bytes + v_bytes) + 1, 1, 16));
-  std::vector<Buffer> q, k, v, out;
-  for (int i = 0; i < sets; ++i) {
-    q.emplace_back(heads * o.head_dim_qk * size);
-    k.emplace_back(k_bytes);
-    v.emplace_back(v_bytes);
-    out.emplace_back(heads * o.head_dim_vo * size);
-    fill_random(q.back(), o.dtype);
-    fill_random(k.back(), o.dtype);
-    fill_random(v.back(), o.dtype);
-  }
-  Buffer lse(heads * 4), partial_o(int64_t{a.format.slot_capacity} * o.num_qo_heads * o.head_dim_vo * 4),
-      partial_max(int64_t{a.format.slot_capacity} * o.num_qo_heads * 4),
-      partial_sum(int64_t{a.format.slot_capacity} * o.num_qo_heads * 4);
-  a.lse = lse.as<float>();
-  a.partial_o = partial_o.as<float>();
-  a.partial_max = partial_max.as<float>();
-  a.partial_sum = partial_sum.as<float>();
-  cudaStream_t stream;
-  CHECK_CUDA(cudaStreamCreate(&stream));
-  cudaEvent_t begin, end;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  // A graph of launches, so that the time of a launch on the host does not show.
-  const int per_graph = std::max(sets, 8);
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < per_graph; ++i) {
-    a.q = q[i % sets].as<void>();
-    a.k = k[i % sets].as<void>();
-    a.v = v[i % sets].as<void>();
-    a.o = out[i % sets].as<void>();
-    launch_attention(kernels, a, stream);
-  }
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-  std::vector<float> times;
-  for (int i = 0; i < 9; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(exec, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaStreamSynchronize(stream));
-    float ms;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 2) times.push_back(ms / per_graph);
-  }
-  std::sort(times.begin(), times.end());
-  const double us = times[times.size() / 2] * 1e3;
-  double kv_tokens = 0, pairs = 0;
-  for (size_t r = 0; r < p.q_len.size(); ++r) {
-    kv_tokens += p.kv_len[r];
-    for (int i = 0; i < p.q_len[r]; ++i) {
-      pairs += (o.rules & kRuleCausal) != 0 ? p.kv_len[r] - p.q_len[r] + i + 1 : p.kv_len[r];
-    }
-  }
-  const double bytes = kv_tokens * o.num_kv_heads * (o.head_dim_qk + o.head_dim_vo) * size;
-  const double flops = 2.0 * pairs * o.num_qo_heads * (o.head_dim_qk + o.head_dim_vo);
-  std::printf("BENCH %-44s %9.1f us  (min %.1f)  %6.3f TB/s of K,V  %6.1f TFLOP/s  slots %d merges %d\n",
-              bench.name.c_str(), us, times[0] * 1e3, bytes / us * 1e-6, flops / us * 1e-6,
-              p.plan[kHeaderNumSlots], p.plan[kHeaderNumMerge]);
+  BenchRun run(bench.options);
+  run.make_plan(Schedule::kRuns, false);
+  const double us = run.time(kernels, Merge::kDependent);
+  std::printf("BENCH %-44s %9.1f us  %6.3f TB/s of K,V  %6.1f TFLOP/s  slots %d merges %d\n", bench.name.c_str(), us,
+              run.bytes() / us * 1e-6, run.flops() / us * 1e-6, run.num_slots(), run.num_merges());
   std::fflush(stdout);
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 }  // namespace

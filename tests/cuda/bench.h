@@ -19,6 +19,10 @@ std::vector<BenchCase> make_bench_cases();
 
 void run_benchmarks(const Kernels& kernels, const std::string& filter);
 
+// Decode batches by schedule and way of merging.
+void run_decode_benchmarks(const Kernels& kernels);
+std::vector<Options> decode_bench_options();
+
 // An Options without data: only the facts that specs depend on.
 AttentionParams spec_params(const Options& options);
 

@@ -7,6 +7,7 @@ Kernel texts are rendered by jaxinfer.jit, which is loaded without the rest of t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -27,7 +28,7 @@ def run(*command: str) -> str:
 
 
 PROGRAMS = {
-    "test_kernels": ["tests/cuda/test_kernels.cc", "tests/cuda/bench.cc"],
+    "test_kernels": ["tests/cuda/test_kernels.cc", "tests/cuda/bench.cc", "tests/cuda/bench_decode.cc"],
     "test_prefill": [
         "tests/cuda/test_prefill.cc",
         "tests/cuda/prefill_bench.cc",
@@ -77,11 +78,17 @@ def build_program(name: str, folder: Path, jobs: ThreadPoolExecutor) -> Path:
     return program
 
 
-def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
-    """Compiles one spec; returns its line of the manifest and reports registers and spills."""
+def build_kernel(folder: Path, line: str, arch: str, headers: bytes) -> str:
+    """Compiles one spec, unless its text and the headers are those of a cubin that is there; returns its line of the
+    manifest and reports registers and spills."""
     spec = import_module("jit.spec").KernelSpec.from_json(line)
     rendered = import_module("jit.render").render(spec, arch)
-    source, cubin = folder / f"k{index}.cu", f"k{index}.cubin"
+    key = hashlib.sha256(rendered.text.encode() + headers + arch.encode()).hexdigest()[:16]
+    source, cubin = folder / f"{key}.cu", f"{key}.cubin"
+    launch = (rendered.num_threads, rendered.smem_bytes, int(rendered.tensor_maps), rendered.kv_box_rows)
+    entry = "\t".join([line, cubin, rendered.entry, *map(str, launch)])
+    if (folder / cubin).exists():
+        return entry
     source.write_text(rendered.text)
     host = ["-ccbin", "gcc-12"] if os.path.exists("/usr/bin/gcc-12") else []
     log = run(
@@ -89,9 +96,9 @@ def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
         "-std=c++17",
         f"-arch={arch}",
         "-cubin",
-        "--expt-relaxed-constexpr",
         *host,
         f"-I{ROOT}/csrc",
+        "--expt-relaxed-constexpr",  # as NVRTC compiles: host code is device code, too
         "-lineinfo",
         "-Xptxas=-v",
         "-diag-suppress=20012",
@@ -106,8 +113,7 @@ def build_kernel(folder: Path, index: int, line: str, arch: str) -> str:
         + (f", SPILLS {spills.group(1)} bytes" if spills and spills.group(1) != "0" else ""),
         flush=True,
     )
-    launch = (rendered.num_threads, rendered.smem_bytes, int(rendered.tensor_maps), rendered.kv_box_rows)
-    return "\t".join([line, cubin, rendered.entry, *map(str, launch)])
+    return entry
 
 
 def main() -> None:
@@ -123,7 +129,8 @@ def main() -> None:
         programs = [build_program(name, folder, jobs) for name in names]
         specs = [line for program in programs for line in run(str(program), "--list").split("\n")]
         specs = list(dict.fromkeys(line for line in specs if line))
-        lines = list(jobs.map(lambda item: build_kernel(folder, item[0], item[1], arch), enumerate(specs)))
+        headers = b"".join(f.read_bytes() for f in sorted(ROOT.glob("csrc/**/*.*h")))
+        lines = list(jobs.map(lambda line: build_kernel(folder, line, arch, headers), specs))
     (folder / "manifest.tsv").write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} kernels in {folder}")
 

@@ -117,6 +117,12 @@ class Kernels {
     CHECK_CUDA(cudaLibraryGetKernel(&loaded.kernel, library, built.entry.c_str()));
     CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, loaded.smem_bytes));
+    // Kernels that divide L1 and shared memory alike can follow each other without a pause.
+    if (std::getenv("NO_CARVEOUT") == nullptr) {
+      CHECK_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(loaded.kernel),
+                                      cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
+    }
     return loaded;
   }
 
@@ -129,48 +135,53 @@ inline void launch(const LoadedKernel& kernel, int64_t grid, void** arguments, c
                               dim3(kernel.num_threads), arguments, kernel.smem_bytes, stream));
 }
 
-// The launches of one attention call, as the FFI handler makes them.
-inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream) {
+// When the kernel that merges partial states may start.
+enum class Merge {
+  kAfter,      // when the attention kernel has ended
+  kDependent,  // before that, to wait on the GPU
+  kNone,       // never: what attention alone takes
+};
+inline const char* merge_name(Merge merge) {
+  constexpr const char* kNames[] = {"after", "pdl", "none"};
+  return kNames[static_cast<int>(merge)];
+}
+
+inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** arguments,
+                             cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(kernel.num_threads);
+  config.dynamicSmemBytes = kernel.smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  CHECK_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.kernel), arguments));
+}
+
+// The merge after the kernels of a call's classes.
+inline void launch_merge(const Kernels& kernels, AttentionParams params, cudaStream_t stream, Merge merge) {
+  if (merge == Merge::kNone || params.format.merge_capacity <= 0 || params.format.slot_capacity <= 0) return;
+  int unused[2] = {0, 0};
+  const LoadedKernel& kernel = kernels.at(merge_spec(params));
+  const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
+  const int64_t warps = kernel.num_threads / 32;
+  void* arguments[] = {&params, unused};
+  (merge == Merge::kDependent ? launch_dependent : launch)(
+      kernel, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
+}
+
+// The launches of one attention call.
+inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream,
+                             Merge merge) {
   int unused[2] = {0, 0};
   for (int cls = 0; cls < params.format.num_classes; ++cls) {
     void* arguments[] = {&params, &cls, unused};
     launch(kernels.at(attention_spec(params, cls)), params.format.classes[cls].num_ctas, arguments, stream);
   }
-  if (params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
-    const LoadedKernel& merge = kernels.at(merge_spec(params));
-    const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
-    const int64_t warps = merge.num_threads / 32;
-    void* arguments[] = {&params, unused};
-    launch(merge, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
-  }
+  launch_merge(kernels, params, stream, merge);
 }
-
-// Device memory that lives as long as the object; not a byte more than asked for, so that memcheck sees every
-// access beyond.
-class Buffer {
- public:
-  explicit Buffer(size_t bytes) : bytes_(bytes) {
-    CHECK_CUDA(cudaMalloc(&data_, std::max<size_t>(bytes, 1)));
-  }
-  Buffer(const void* from, size_t bytes) : Buffer(bytes) {
-    if (bytes > 0) CHECK_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
-  }
-  template <class T>
-  explicit Buffer(const std::vector<T>& from) : Buffer(from.data(), from.size() * sizeof(T)) {}
-  Buffer(const Buffer&) = delete;
-  Buffer(Buffer&& other) : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
-  ~Buffer() { cudaFree(data_); }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  size_t bytes() const { return bytes_; }
-  void fill(int byte) { CHECK_CUDA(cudaMemset(data_, byte, bytes_)); }
-  void read(void* to) const { CHECK_CUDA(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost)); }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_;
-};
 
 }  // namespace jaxinfer::test

@@ -3,6 +3,7 @@
 // tests/cuda/driver_abi.cc
 #include <cuda.h>
 
+#include <cstddef>
 #include <type_traits>
 
 #include "driver.h"
@@ -47,7 +48,7 @@ SAME(module_load_data, cuModuleLoadData);
 SAME(module_unload, cuModuleUnload);
 SAME(module_get_function, cuModuleGetFunction);
 SAME(func_set_attribute, cuFuncSetAttribute);
-SAME(launch_kernel, cuLaunchKernel);
+SAME(launch_kernel, cuLaunchKernelEx);
 SAME(tensor_map_encode_tiled, cuTensorMapEncodeTiled);
 #if CUDA_VERSION >= 12040
 SAME(func_load, cuFuncLoad);
@@ -67,6 +68,17 @@ static_assert(int{kMapSwizzle128} == CU_TENSOR_MAP_SWIZZLE_128B);
 static_assert(int{kMapPromote128} == CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 static_assert(int{kMapPromote256} == CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 static_assert(int{kMapFillZeros} == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+static_assert(int{kPreferredSharedMemoryCarveout} == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT);
+static_assert(kMaxShared == CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
+static_assert(int{kProgrammaticStreamSerialization} == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+static_assert(sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute) &&
+              sizeof(LaunchConfig) == sizeof(CUlaunchConfig));
+static_assert(offsetof(LaunchAttribute, value) == offsetof(CUlaunchAttribute, value));
+static_assert(offsetof(LaunchConfig, block) == offsetof(CUlaunchConfig, blockDimX));
+static_assert(offsetof(LaunchConfig, shared_bytes) == offsetof(CUlaunchConfig, sharedMemBytes));
+static_assert(offsetof(LaunchConfig, stream) == offsetof(CUlaunchConfig, hStream));
+static_assert(offsetof(LaunchConfig, attributes) == offsetof(CUlaunchConfig, attrs));
+static_assert(offsetof(LaunchConfig, num_attributes) == offsetof(CUlaunchConfig, numAttrs));
 static_assert(sizeof(CUdevice_attribute) == sizeof(DeviceAttribute));
 
 }  // namespace

@@ -74,8 +74,7 @@ int set_attribute(void*, int, int) {
 int func_load(void*) {
   return 0;
 }
-int launch(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
-           void**) {
+int launch(const void*, void*, void**, void**) {
   return 0;
 }
 
@@ -106,7 +105,7 @@ const Entry kEntries[] = {
     {"cuModuleGetFunction", reinterpret_cast<void*>(function)},
     {"cuFuncSetAttribute", reinterpret_cast<void*>(set_attribute)},
     {"cuFuncLoad", reinterpret_cast<void*>(func_load)},
-    {"cuLaunchKernel", reinterpret_cast<void*>(launch)},
+    {"cuLaunchKernelEx", reinterpret_cast<void*>(launch)},
     {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(encode)},
 };
 

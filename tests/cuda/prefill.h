@@ -50,7 +50,8 @@ struct PrefillKernels {
 };
 
 // The launches of one attention call whose classes all run the warpgroup kernel.
-inline void launch_wgmma(const PrefillKernels& build, AttentionParams params, cudaStream_t stream) {
+inline void launch_wgmma(const PrefillKernels& build, AttentionParams params, cudaStream_t stream,
+                         Merge merge) {
   int unused[2] = {0, 0};
   for (int cls = 0; cls < params.format.num_classes; ++cls) {
     const std::string spec = wgmma_spec(params, cls);
@@ -64,13 +65,7 @@ inline void launch_wgmma(const PrefillKernels& build, AttentionParams params, cu
     void* arguments[] = {&params, &cls, unused, &maps};
     launch(build.kernels.at(spec), params.format.classes[cls].num_ctas, arguments, stream);
   }
-  if (params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
-    const LoadedKernel& merge = build.kernels.at(merge_spec(params));
-    const int64_t rows = int64_t{params.format.merge_capacity} * params.num_qo_heads;
-    const int64_t warps = merge.num_threads / 32;
-    void* arguments[] = {&params, unused};
-    launch(merge, std::min<int64_t>((rows + warps - 1) / warps, 1056), arguments, stream);
-  }
+  launch_merge(build.kernels, params, stream, merge);
 }
 
 // Options of the benchmark; `--list` needs their specs without a GPU.

@@ -113,6 +113,7 @@ void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
   a.kv_indices_capacity = layout.kv_indices_capacity;
   a.k_strides = make_strides(o, num_pages, o.head_dim_qk);
   a.v_strides = make_strides(o, num_pages, o.head_dim_vo);
+  a.set_dividers();
   a.variant.sm_scale = 1.0f / std::sqrt(static_cast<float>(o.head_dim_qk));
   a.variant.logits_soft_cap = o.logits_soft_cap;
   a.variant.window_left = o.window_left;
@@ -176,9 +177,9 @@ void run_row(const std::vector<const PrefillBench*>& row, const std::vector<Pref
   CHECK_CUDA(cudaEventCreate(&end));
   const auto go = [&](const Contestant& c) {
     if (c.bench->portable) {
-      launch_attention(c.kernels->kernels, c.params, nullptr);
+      launch_attention(c.kernels->kernels, c.params, nullptr, Merge::kDependent);
     } else {
-      launch_wgmma(*c.kernels, c.params, nullptr);
+      launch_wgmma(*c.kernels, c.params, nullptr, Merge::kDependent);
     }
   };
   constexpr int kRounds = 6;

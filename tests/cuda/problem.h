@@ -222,7 +222,7 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
   request.element_size = element_size(o.dtype);
   request.schedule = o.runs ? Schedule::kRuns : Schedule::kLpt;
   request.batch_invariant = o.batch_invariant;
-  request.split_tokens = 64;
+  request.split_tokens = fine ? 64 : 512;
   request.clip.causal = (o.rules & kRuleCausal) != 0;
   if ((o.rules & kRuleWindowLeft) != 0) request.clip.window_left = o.window_left;
   if ((o.rules & kRuleWindowRight) != 0) request.clip.window_right = o.window_right;
@@ -237,6 +237,8 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
     if (fine) {
       request.costs[c].floor = 32;
       request.costs[c].fixed = 16;
+      request.costs[c].granule = 16;
+      request.costs[c].merge = 0;
     }
   }
   fill_capacities(&request);
@@ -280,6 +282,7 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
   a.variant.logits_soft_cap = o.logits_soft_cap;
   a.variant.window_left = o.window_left;
   a.variant.window_right = o.window_right;
+  a.set_dividers();
 }
 
 inline Problem make_problem(const Options& o, uint32_t seed) {

@@ -1,7 +1,7 @@
 // Runs the CUDA kernels and the CPU executor on the same plans and compares. Built by build.py, which also
 // compiles the kernels that `--list` names.
 //
-//   test_kernels --list | FOLDER [filter] | FOLDER sanitize | FOLDER bench [filter]
+//   test_kernels --list | FOLDER [filter | append] | FOLDER sanitize | FOLDER bench [filter] | FOLDER decode
 //
 // sanitize: a tenth of the cases, once each, and the appends; a sanitizer makes everything a hundred times
 // slower.
@@ -44,7 +44,7 @@ Result run_cpu(const Problem& p) {
   return result;
 }
 
-Result run_gpu(const Kernels& kernels, const Problem& p) {
+Result run_gpu(const Kernels& kernels, const Problem& p, Merge merge) {
   AttentionParams a = p.params;
   const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
   const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
@@ -72,7 +72,7 @@ Result run_gpu(const Kernels& kernels, const Problem& p) {
   a.partial_o = partial_o.as<float>();
   a.partial_max = partial_max.as<float>();
   a.partial_sum = partial_sum.as<float>();
-  launch_attention(kernels, a, nullptr);
+  launch_attention(kernels, a, nullptr, merge);
   CHECK_CUDA(cudaDeviceSynchronize());
   o.read(result.o.data());
   lse.read(result.lse.data());
@@ -159,6 +159,7 @@ bool test_append(const Kernels& kernels, DType dtype) {
       a.page_size = page_size;
       a.k_strides = make_strides(o, num_pages, qk);
       a.v_strides = make_strides(o, num_pages, vo);
+      a.set_dividers();
       auto random = [&](int64_t elements) {
         Bytes x(elements * size);
         for (uint8_t& byte : x) byte = static_cast<uint8_t>(rng());
@@ -210,6 +211,9 @@ int main(int argc, char** argv) {
       std::printf("%s\n%s\n", attention_spec(spec_params(b.options), 0).c_str(),
                   merge_spec(spec_params(b.options)).c_str());
     }
+    for (const Options& o : decode_bench_options()) {
+      std::printf("%s\n%s\n", attention_spec(spec_params(o), 0).c_str(), merge_spec(spec_params(o)).c_str());
+    }
     for (const DType dtype : {DType::kBF16, DType::kF32}) std::printf("%s\n", append_spec(dtype).c_str());
     return 0;
   }
@@ -217,6 +221,10 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 2 ? argv[2] : "";
   if (mode == "bench") {
     run_benchmarks(kernels, argc > 3 ? argv[3] : "");
+    return 0;
+  }
+  if (mode == "decode") {
+    run_decode_benchmarks(kernels);
     return 0;
   }
   const bool sanitize = mode == "sanitize";
@@ -231,17 +239,17 @@ int main(int argc, char** argv) {
     running() = c.name;
     const Problem p = make_problem(c.options, seed);
     const Result want = run_cpu(p);
-    const Result got = run_gpu(kernels, p);
+    const Result got = run_gpu(kernels, p, Merge::kAfter);
     bool ok = compare(c.name, p, want, got);
-    // The same launch again must give the same bits.
-    const Result again = sanitize ? got : run_gpu(kernels, p);
+    // Another launch must give the same bits, whenever the merge starts.
+    const Result again = run_gpu(kernels, p, Merge::kDependent);
     if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
       std::printf("FAIL %s: bits differ between two launches\n", c.name.c_str());
       ok = false;
     }
     failed += ok ? 0 : 1;
   }
-  if (mode.empty() || sanitize) {
+  if (mode.empty() || mode == "append" || sanitize) {
     for (const DType dtype : {DType::kBF16, DType::kF32}) failed += test_append(kernels, dtype) ? 0 : 1;
   }
   std::printf("%d of %d cases failed\n", failed, number_run);

@@ -1,0 +1,136 @@
+"""A library that ends its process, or makes its device unusable, costs the table nothing but itself. No times."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxinfer.bench import row, supervise
+from jaxinfer.bench.burst import Burst, JaxBurst
+from jaxinfer.bench.cases import Case, Operands, prefill_case
+from jaxinfer.bench.rivals import RIVALS, Rival, Variants
+
+SMALL: dict[str, Any] = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "bfloat16"}
+CASES = [prefill_case(name, 1, 9, page_size=None, platforms=("cpu",), **SMALL) for name in ("x", "y", "z")]
+
+
+def attend(q: Any, k: Any, v: Any) -> Any:
+    return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
+class Quick(JaxBurst):
+    """Rows take no longer than their processes' start."""
+
+    def __init__(self, ops: Operands) -> None:
+        super().__init__(attend, ops.sets)
+
+    def first_estimate(self) -> float:
+        super().first_estimate()
+        self._estimate = 1e-3
+        return self._estimate
+
+
+class Deadly(Quick):
+    """Quick and right, until it is asked for `method` on `case`."""
+
+    def __init__(self, ops: Operands, case: str, method: str, end: Callable[[], Any]) -> None:
+        super().__init__(ops)
+        self._method, self._end = (method if ops.case.name == case else ""), end
+
+    def first_estimate(self) -> float:
+        if self._method == "first_estimate":
+            self._end()
+        return super().first_estimate()
+
+    def sample(self) -> float:
+        if self._method == "sample":
+            self._end()
+        return super().sample()
+
+
+def quick(ops: Operands) -> Variants:
+    return {"": partial(Quick, ops)}
+
+
+def deadly(case: str, method: str, end: Callable[[], Any], ops: Operands) -> Variants:
+    return {"deadly": partial(Deadly, ops, case, method, end)}
+
+
+def deadly_or_not(case: str, end: Callable[[], Any], ops: Operands) -> Variants:
+    return {"safe": partial(Quick, ops)} | deadly(case, "first_estimate", end, ops)
+
+
+def dies_while_made(ops: Operands) -> Variants:
+    def burst() -> Burst:
+        os.abort()
+
+    return {"": burst}
+
+
+def lose_device() -> None:
+    """As after an illegal memory access: this call fails and so does everybody's next one."""
+    row.device_works = lambda: False
+    raise OSError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def rival(name: str, variants: Callable[[Operands], Variants]) -> Rival:
+    return replace(RIVALS[0], name=name, variants=variants, prepare=None)
+
+
+OTHER = rival("other", quick)
+
+
+def measured(*rivals: Rival, cases: list[Case] = CASES) -> list[row.Row]:
+    rows = [row for row, _ in supervise.measure_rows(cases, [OTHER, *rivals], 60.0)]
+    assert [r.case.name for r in rows] == [c.name for c in cases]
+    return rows
+
+
+def who(row: row.Row) -> set[str]:
+    return {e.rival for e in row.entries}
+
+
+def test_a_process_that_dies_is_replaced():
+    first, *later = measured(rival("peer", partial(deadly, "y", "sample", os.abort)))
+    assert who(first) == {"other", "peer"} and not first.absent
+    for r in later:
+        assert who(r) == {"other"}
+        assert r.absent["peer deadly"] == "left out since it ended the process on y: SIGABRT"
+
+
+def test_a_lost_device_ends_the_process_and_its_message_is_kept():
+    for r in measured(rival("peer", partial(deadly_or_not, "x", lose_device)), cases=CASES[:2]):
+        assert who(r) == {"other", "peer"}
+        assert r.absent == {
+            "peer deadly": "left out since it ended the process on x: OSError: CUDA_ERROR_ILLEGAL_ADDRESS"
+        }
+
+
+def test_who_dies_while_others_compile_is_found():
+    rows = measured(rival("one", dies_while_made), rival("two", quick), cases=CASES[:1])
+    assert who(rows[0]) == {"other", "two"}
+    assert rows[0].absent["one"] == "left out since it ended the process on x: SIGABRT"
+
+
+def test_a_process_that_dies_outside_any_library():
+    # No such dtype: the operands of that row cannot be made.
+    cases = [CASES[0], replace(CASES[1], dtype="float33"), CASES[2]]
+    rows = measured(cases=cases)
+    assert who(rows[0]) == who(rows[2]) == {"other"}
+    assert rows[1].absent == {"all": "the process ended: exit status 1"}
+
+
+def test_rows_without_time_say_so():
+    rows = [r for r, _ in supervise.measure_rows(CASES[:2], [OTHER], 0.0)]
+    assert [r.absent for r in rows] == [{"all": "not run: the time was over (--seconds, --rows)"}] * 2
+
+
+def test_rivals_can_be_sent_to_a_process():
+    for known in RIVALS:
+        assert pickle.loads(pickle.dumps(known)).name == known.name
