@@ -72,7 +72,16 @@ step() {  # step NAME COMMAND...: runs it, keeps its log, adds a line to the tab
 }
 
 run_kernels() {
-  "$python" -P tests/cuda/build.py "$kernels" "${ARCH:-sm_90a}" && "$kernels/test_kernels" "$kernels"
+  local result=0 share shares=12 running=()
+  "$python" -P tests/cuda/build.py "$kernels" "${ARCH:-sm_90a}" && "$kernels/test_kernels" "$kernels" || return 1
+  [ -x "$kernels/test_prefill" ] || return 0
+  # In shares side by side: the CPU executor takes most of the time.
+  for ((share = 0; share < shares; share++)); do
+    timeout 120 "$kernels/test_prefill" "$kernels" "" $share/$shares &
+    running+=($!)
+  done
+  for share in "${running[@]}"; do wait "$share" || result=1; done
+  return $result
 }
 
 sanitize() {
@@ -89,6 +98,11 @@ sanitize() {
     timeout $((end - SECONDS > 0 ? end - SECONDS : 1)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 \
       "$kernels/test_kernels" "$kernels" sanitize | grep -v ^PASS
     [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "$tool: FAILED or out of time"; result=1; }
+    if [ -x "$kernels/test_prefill" ]; then
+      timeout $((end - SECONDS > 0 ? end - SECONDS : 1)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 \
+        "$kernels/test_prefill" "$kernels" sanitize | grep -v PASS
+      [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "$tool of the warpgroup kernel: FAILED or out of time"; result=1; }
+    fi
     echo "$tool: $((SECONDS - begin)) s"
   done
   # The launches of the FFI handlers, with buffers of exact size. XLA's own kernels are not ours to check, nor are the

@@ -184,4 +184,32 @@ inline void launch_attention(const Kernels& kernels, AttentionParams params, cud
   launch_merge(kernels, params, stream, merge);
 }
 
+// Device memory that lives as long as the object; not a byte more than asked for, so that memcheck sees every
+// access beyond.
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes) : bytes_(bytes) {
+    CHECK_CUDA(cudaMalloc(&data_, std::max<size_t>(bytes, 1)));
+  }
+  Buffer(const void* from, size_t bytes) : Buffer(bytes) {
+    if (bytes > 0) CHECK_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
+  }
+  template <class T>
+  explicit Buffer(const std::vector<T>& from) : Buffer(from.data(), from.size() * sizeof(T)) {}
+  Buffer(const Buffer&) = delete;
+  Buffer(Buffer&& other) : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
+  ~Buffer() { cudaFree(data_); }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  size_t bytes() const { return bytes_; }
+  void fill(int byte) { CHECK_CUDA(cudaMemset(data_, byte, bytes_)); }
+  void read(void* to) const { CHECK_CUDA(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost)); }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
 }  // namespace jaxinfer::test
