@@ -16,7 +16,7 @@ import pytest
 from backend import bounds
 
 import jaxinfer
-from jaxinfer import Variant
+from jaxinfer import AttentionState, Variant
 
 pytestmark = pytest.mark.gpu
 
@@ -81,6 +81,7 @@ def make_program(page_size: int) -> Callable[..., dict[str, jax.Array]]:
             )
             for implementation in ("mma", None)
         )
+        assert isinstance(portable, AttentionState) and isinstance(warpgroup, AttentionState)
         a, b = portable.o.astype(jnp.float32), warpgroup.o.astype(jnp.float32)
         sees = jnp.isfinite(portable.lse)
         return {

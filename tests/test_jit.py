@@ -272,7 +272,8 @@ def test_implementations_on_a_gpu() -> None:
     with pytest.raises(ValueError, match="has no tile 1"):
         _export("bfloat16", (1,), jaxinfer.Variant(), implementation="mma")
     assert _export("bfloat16", (192,), jaxinfer.Variant())[1]["kernel"] == "attention"
-    assert _export("bfloat16", (128,), jaxinfer.Variant())[1]["kernel"] == "attention_mma"
+    assert _export("bfloat16", (128,), jaxinfer.Variant())[1]["kernel"] == "attention"
+    assert _export("bfloat16", (64,), jaxinfer.Variant())[1]["kernel"] == "attention_mma"
     wgmma = _export("bfloat16", (128,), jaxinfer.Variant(), implementation="wgmma")[1]
     assert (wgmma["kernel"], wgmma["page_box"]) == ("attention_wgmma", 16)
     with pytest.raises(ValueError, match="'wgmma' has no tile 16"):

@@ -91,7 +91,11 @@ def test_every_geometry_fits_a_multiprocessor() -> None:
     fits = 0
     loaders = ((True, 0), (False, 16), (False, 8), (False, 0))
     for qk, vo, tile, (contiguous, box), (plain, functor) in itertools.product(
-        PADDED_HEAD_DIMS, PADDED_HEAD_DIMS, (128, 192), loaders, ((True, False), (False, False), (False, True))
+        PADDED_HEAD_DIMS,
+        PADDED_HEAD_DIMS,
+        (128, 192),
+        loaders,
+        ((True, False), (False, False), (False, True)),
     ):
         try:
             config = tiles.wgmma_config(

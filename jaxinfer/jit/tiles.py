@@ -186,8 +186,8 @@ def wgmma_config(
     # Four gathering warps need whole swizzle patterns each.
     blocks = (128, 96, 64, 32) if gather else (128, 112, 96, 80, 64, 32)
     room, for_pages, for_rules, for_functor = _WGMMA_REGISTERS[tile]
-    if head_dim_qk > head_dim_vo:
-        for_pages += 30  # wider rows of K than of V: taking turns, and as many columns as fit
+    if tile == 128 and page_box > 0 and head_dim_qk > head_dim_vo:
+        for_pages += 30  # a whole block of K in three panels spills four bytes
     room -= head_dim_vo // 2 + (0 if contiguous else for_pages)
     room -= for_functor if functor else 0 if plain else for_rules
     stages = 2  # three measured the same
