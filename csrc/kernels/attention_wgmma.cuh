@@ -241,10 +241,11 @@ class WgmmaConsumer {
   JAXINFER_DEVICE void first_block(int begin, bool last) {
     float s[4 * kColumns];
     wait_keys();
+    const bool all_there = all_present();
     start_scores(s);
     wait_products<0>();
     pin_registers(s);
-    finish_scores(begin, s, last);
+    finish_scores(begin, s, all_there, last);
     float factor[2];
     weigh(s, factor);
     pack(s);
@@ -253,6 +254,7 @@ class WgmmaConsumer {
   JAXINFER_DEVICE void next_block(int begin, bool last) {
     float s[4 * kColumns];
     wait_keys();
+    const bool all_there = all_present();
     if constexpr (kPingPong) named_sync(kTurn + consumer(), 2 * kWarpgroupThreads);
     start_scores(s);
     wait_values();
@@ -262,7 +264,7 @@ class WgmmaConsumer {
     }
     wait_products<1>();
     pin_registers(s);
-    finish_scores(begin, s, last);
+    finish_scores(begin, s, all_there, last);
     float factor[2];
     weigh(s, factor);
     if constexpr (Config::kSplitBlock != 0) split_block();
@@ -307,12 +309,16 @@ class WgmmaConsumer {
   JAXINFER_DEVICE const int* positions() const {
     return reinterpret_cast<const int*>(memory_ + Shared::kPositions) + k_slot_.stage() * kBlock;
   }
-  JAXINFER_DEVICE uint4 present() const {
-    return reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage()];
+  // Whether every column of the block whose keys came is there.
+  JAXINFER_DEVICE bool all_present() const {
+    if constexpr (!kPaged) return true;
+    const uint4 words = reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage()];
+    return (words.x & words.y & words.z & words.w) == ~0u;
   }
 
-  // Logits and masks of a block whose products are done; then its keys are given back.
-  JAXINFER_DEVICE void finish_scores(int begin, float (&s)[4 * kColumns], bool last) {
+  // Logits and masks of a block whose products are done; then its keys are given back. `all_there` was read
+  // before the wait for the products, which hides the way to shared memory.
+  JAXINFER_DEVICE void finish_scores(int begin, float (&s)[4 * kColumns], bool all_there, bool last) {
     if constexpr (Variant::kLogits || !Variant::kSoftmax) {
       apply_logits(begin, s);
     } else if (params_.variant.sm_scale < 0.0f) {
@@ -322,13 +328,7 @@ class WgmmaConsumer {
     if constexpr (Variant::kMask) {
       apply_mask(begin, s);
     } else {
-      bool all_there = true;
-      bool by_position = false;
-      if constexpr (kPaged) {
-        const uint4 there = present();
-        all_there = (there.x & there.y & there.z & there.w) == ~0u;
-        by_position = kPositionRule && params_.block_pos != nullptr;
-      }
+      const bool by_position = kPaged && kPositionRule && params_.block_pos != nullptr;
       // Positions ascend along a row's list.
       const int first = by_position ? positions()[0] : begin;
       const int end = by_position ? positions()[kBlock - 1] : begin + kBlock - 1;

@@ -146,6 +146,8 @@ class WgmmaProducer {
         // Page ids are read a block ahead: else every block would wait for them.
         const int next = begin > blocks.first ? look_up(begin - Config::kBlockKV) : 0;
         wait_barrier(barriers_.k_empty(slot.stage()), slot.parity());
+        // Not where it was read: the comparison would wait for it.
+        if (page >= params_.num_pages) page = -1;
         load_k(slot.stage(), begin, page);
         // Q comes after the first K: its place becomes free only when the item before has used its last K.
         if (begin == last) {
@@ -201,7 +203,7 @@ class WgmmaProducer {
     return index - params_.page_divider.divide(index) * params_.page_divider.divisor;
   }
 
-  // The page of this lane's box or row; negative where nothing is.
+  // The page of this lane's box or row, inside the pool or not; negative where nothing is.
   JAXINFER_DEVICE int look_up(int begin) const {
     int page = -1;
     if constexpr (!Config::kContiguous) {
@@ -209,7 +211,6 @@ class WgmmaProducer {
       if (lane_ < kLanes && index < state_.item.kv_end) {
         const int64_t at = int64_t{state_.item.table_begin} + params_.page_divider.divide(index);
         if (at < params_.kv_indices_capacity) page = __ldg(params_.kv_indices + at);
-        if (page >= params_.num_pages) page = -1;
       }
     }
     return page;
