@@ -64,8 +64,8 @@ def attention(
       kv_layout: "NHD" or "HND".
       return_lse: also return the log-sum-exp.
       implementation: None (the plan's kernels for the platform), "reference" (plain JAX, every platform), "mma"
-        (tensor cores through mma.sync; GPU, 16-bit dtypes) or "wgmma" (warpgroup instructions; Hopper, 16-bit
-        dtypes, tiles 128 and 192).
+        (tensor cores through mma.sync; GPU, 16-bit dtypes, tiles 16 to 128) or "wgmma" (warpgroup instructions;
+        Hopper, 16-bit dtypes, tiles 128 and 192; what None takes there, but for rules that change q, k or v).
 
     Returns:
       o [num_tokens, num_qo_heads, head_dim_vo] in q's dtype, or `AttentionState(o, lse)` with lse float32

@@ -126,7 +126,7 @@ def plan(
       variant: what the KV ranges are clipped with (causal, windows); None: `Variant()`.
       num_pages: pages of the pool (contiguous: KV tokens); given, page ids in the used range are checked.
       tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None:
-        chosen from the capacities, group size, dtype and head_dim.
+        chosen from the capacities, group size, dtype, head_dim and the GPU. On GPUs 192 is for Hopper alone.
       num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU; on a GPU twice the multiprocessors,
         once for tiles that run on Hopper's warpgroup instructions.
       schedule: "runs" (classes limited by reading K and V get contiguous equal runs per queue; on an H200 level with

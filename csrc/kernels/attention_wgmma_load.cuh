@@ -140,6 +140,7 @@ class WgmmaProducer {
       const Item item = bounded_item<Config>(params_, state_);
       const BlockRange<Config> blocks(item);
       if (item.bsr_row < 0 || blocks.count == 0) continue;
+      if (warp_ == 0) read_rows_ahead();
       const int last = blocks.begin(blocks.count - 1);
       int page = look_up(last);
       for (int begin = last; begin >= blocks.first; begin -= Config::kBlockKV) {
@@ -164,6 +165,17 @@ class WgmmaProducer {
   }
 
  private:
+  // Positions of the item's rows, for the consumers: when they come to the item, they have nothing else to
+  // do.
+  JAXINFER_DEVICE void read_rows_ahead() const {
+    constexpr int kLine = 32;
+    const int tokens = state_.item.flags & 0xffff;
+    const int first = lane_ * kLine;
+    if (first < tokens + kLine - 1)
+      read_ahead(params_.q_pos + state_.item.token_begin + min(first, tokens - 1));
+    if (lane_ == 31) read_ahead(params_.kv_offset + state_.item.bsr_row);
+  }
+
   // Rows of a warpgroup by themselves where tokens do not straddle them, else the whole tile for all of them.
   JAXINFER_DEVICE void load_query(uint32_t parity) {
     const int group = Config::kPacked ? params_.group_divider.divisor : 1;

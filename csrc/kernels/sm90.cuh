@@ -126,6 +126,11 @@ JAXINFER_DEVICE void copy_row_async(uint32_t to, const void* from, bool present)
                "r"(present ? 16 : 0)
                : "memory");
 }
+// Brings a line to L1 for another warp.
+JAXINFER_DEVICE void read_ahead(const int32_t* from) {
+  int32_t unused;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(from));
+}
 // Between writes of ordinary instructions (copy_async too) and reads of the same bytes by wgmma, and between
 // such writes and the next copy_box over them.
 JAXINFER_DEVICE void fence_tensor_proxy() {
