@@ -2,7 +2,7 @@
 
 Needs NVRTC, no GPU and no build: headers are read from csrc/. Fails on an error, on a spill or a use of local
 memory, where fewer CTAs than the tile table counts on fit into the register file, and where ptxas says that it
-serialised tensor core instructions.
+serialised tensor core instructions or the machine code lacks some.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import argparse
 import importlib
 import itertools
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 import types
 from concurrent.futures import ProcessPoolExecutor
@@ -23,14 +26,19 @@ RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8,
 REGISTER_FILE = 65536  # registers of a multiprocessor
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 NATIVE = "jaxinfer._native"
-# A user's text that fills every hole and reads of everything that it may read.
-HOLES = """
+# A user's text that reads of everything that it may read: holes for scores and results, and holes for Q, K and V.
+SCORE_HOLES = """
 __device__ float logits(float s, const Row& row, const Col& col) const {
   return s + params.slopes[row.qo_head] * (col.kv_pos - row.q_pos) + params.bias[row.token] * params.strength;
 }
 __device__ bool mask(const Row& row, const Col& col) const {
   return (row.request ^ row.kv_head ^ col.kv_index) % params.keep != 1;
 }
+template <int kCount> __device__ void output(float (&x)[kCount], int dim, const Row& row) const {
+  for (int i = 0; i < kCount; ++i) x[i] = fmaxf(x[i], params.scales[row.qo_head]);
+}
+"""
+INPUT_HOLES = """
 template <int kCount> __device__ void query(float (&x)[kCount], int dim, const Row& row) const {
   for (int i = 0; i < kCount; ++i) x[i] *= params.scales[dim + i];
 }
@@ -39,9 +47,6 @@ template <int kCount> __device__ void key(float (&x)[kCount], int dim, const Row
 }
 template <int kCount> __device__ void value(float (&x)[kCount], int dim, const Row& row, const Col& col) const {
   for (int i = 0; i < kCount; ++i) x[i] += params.scales[row.kv_head];
-}
-template <int kCount> __device__ void output(float (&x)[kCount], int dim, const Row& row) const {
-  for (int i = 0; i < kCount; ++i) x[i] = fmaxf(x[i], params.scales[row.qo_head]);
 }
 """
 
@@ -75,7 +80,8 @@ def expand(line: str) -> list[tuple[str, str]]:
     """(spec, architecture) of one line of the list: `kernel key=a,b key=c ...`, every combination of the values.
 
     Keys are those of KernelSpec, with head_dim for both head dims (`192x128` for a pair) and rules by the
-    names of `jaxinfer.ffi.RULES` joined by "+", holes=1 for HOLES, and arch for the architectures.
+    names of `jaxinfer.ffi.RULES` joined by "+", holes=1 for all holes of a user's text or holes=scores for
+    those that leave Q, K and V alone, and arch for the architectures.
     """
     words = line.partition("#")[0].split()
     if not words:
@@ -100,7 +106,8 @@ def expand(line: str) -> list[tuple[str, str]]:
             elif key == "holes":
                 pointers = tuple((name, "float") for name in ("slopes", "bias", "scales"))
                 scalars = (("strength", "float"), ("keep", "int"))
-                fields["functor"] = jit("spec").FunctorSource(HOLES, pointers, scalars)
+                text = {"1": SCORE_HOLES + INPUT_HOLES, "scores": SCORE_HOLES}[value]
+                fields["functor"] = jit("spec").FunctorSource(text, pointers, scalars)
             elif key == "arch":
                 arch = value
             elif key == "dtype":
@@ -109,6 +116,19 @@ def expand(line: str) -> list[tuple[str, str]]:
                 fields[key] = bool(int(value)) if key in ("packed", "contiguous") else int(value)
         jobs.append((jit("spec").KernelSpec(**fields).to_json(), arch))
     return jobs
+
+
+def count_wgmma(cubin: bytes) -> int | None:
+    """Warpgroup products in the machine code; None where there is no nvdisasm (the wheel nvidia-cuda-nvdisasm)."""
+    wheels = [Path(folder) / "nvidia/cu13/bin/nvdisasm" for folder in sys.path]
+    tool = next((str(path) for path in wheels if path.exists()), shutil.which("nvdisasm"))
+    if tool is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
+    return len(re.findall(r"\bHGMMA\.", text))
 
 
 def compile_one(job: tuple[str, str]) -> tuple[str, str, str]:
@@ -134,6 +154,12 @@ def compile_one(job: tuple[str, str]) -> tuple[str, str, str]:
         complaint = f"{registers} registers per thread do not fit {warps} warps"
     if "serializ" in log.lower() or re.search(r"C75\d\d", log):
         complaint = "tensor core instructions are serialised"
+    if rendered.entry == "jaxinfer_attention_wgmma" and (found := count_wgmma(cubin)) is not None:
+        block = int(re.findall(r"kBlockKV = (\d+);", rendered.text)[0])
+        # Both products stand in the code twice: in the loop, and before or after it.
+        expected = 2 * (spec.head_dim_qk + block) // 16
+        if found != expected:
+            complaint = f"{found} warpgroup products in the code, expected {expected}"
     figures = f"{registers:4d} reg {rendered.num_threads:4d} thr {rendered.smem_bytes:7d} smem"
     figures += f" {len(cubin):7d} B {seconds:5.2f} s"
     return ("bad" if complaint else "ok"), figures, complaint and f"{complaint}\n{log}"

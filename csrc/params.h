@@ -111,6 +111,21 @@ struct AttentionParams {
   int32_t group_size() const { return num_qo_heads / num_kv_heads; }
 };
 
+// A tensor map as cuTensorMapEncodeTiled writes it; a kernel only hands its address to the copy engine.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+// How the copy engine reads the operands of one launch of attention_wgmma, fastest dimension first: Q
+// [head_dim_qk] [num_qo_heads][num_tokens]; K and V
+// [head_dim][page_size][num_kv_heads][num_pages][num_layers], or [head_dim]
+// [tokens][num_kv_heads][num_layers] when contiguous.
+struct TensorMaps {
+  TensorMap q;
+  TensorMap k;  // k and v: not filled where pages are gathered row by row
+  TensorMap v;
+};
+
 struct AppendParams {
   void* k_pages;  // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_qk], written in place
   void* v_pages;  // [num_layers?, num_pages, page_size, num_kv_heads, head_dim_vo], written in place

@@ -31,6 +31,8 @@ cuda::CompiledKernel call_loader(nb::handle loader, const std::string& spec, con
     kernel.entry = nb::cast<std::string>(result[1]);
     kernel.num_threads = nb::cast<int32_t>(result[2]);
     kernel.smem_bytes = nb::cast<int32_t>(result[3]);
+    kernel.tensor_maps = nb::cast<bool>(result[4]);
+    kernel.kv_box_rows = nb::cast<int32_t>(result[5]);
   } catch (nb::python_error& exception) {
     // The traceback is of no use to a caller of a compiled program; the message is written for them.
     *error = nb::cast<std::string>(nb::str(exception.value()));
@@ -82,7 +84,9 @@ void bind_cuda(nb::module_& m) {
         });
       },
       nb::arg("loader"),
-      "loader(spec_json, arch) -> (cubin, kernel name, threads per CTA, bytes of shared memory).");
+      "loader(spec_json, arch) -> (cubin, kernel name, threads per CTA, bytes of shared memory, whether its "
+      "last "
+      "parameter is tensor maps, KV rows of one copy by them).");
   m.def(
       "kernel_sources",
       [] {

@@ -76,6 +76,7 @@ std::string open(Driver* driver) {
   loader.required("cuModuleGetFunction", &api.module_get_function);
   loader.required("cuFuncSetAttribute", &api.func_set_attribute);
   loader.required("cuLaunchKernelEx", &api.launch_kernel);
+  loader.required("cuTensorMapEncodeTiled", &api.tensor_map_encode_tiled);
   loader.optional("cuFuncLoad", 12040, &api.func_load);
   if (!loader.missing().empty()) {
     return "the NVIDIA driver (CUDA " + version_text(driver->version) + ") lacks " + loader.missing();

@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <string>
 
+namespace jaxinfer {
+struct TensorMap;  // params.h
+}
+
 namespace jaxinfer::cuda {
 
 // Opaque handles and status of the driver API. Layouts and values are the driver's ABI
@@ -47,6 +51,13 @@ struct LaunchConfig {  // CUlaunchConfig
   unsigned num_attributes;
 };
 
+// Of tensor maps: what jaxinfer uses of each enumeration.
+enum TensorMapType : int { kMapFloat16 = 6, kMapBfloat16 = 9 };
+enum TensorMapInterleave : int { kMapNoInterleave = 0 };
+enum TensorMapSwizzle : int { kMapSwizzle128 = 3 };
+enum TensorMapPromotion : int { kMapPromote128 = 2, kMapPromote256 = 3 };
+enum TensorMapFill : int { kMapFillZeros = 0 };
+
 // The oldest driver whose interface we use, as cuDriverGetVersion counts: 12.0.
 constexpr int kMinDriverVersion = 12000;
 
@@ -69,6 +80,11 @@ struct Api {
   Result (*func_set_attribute)(Function function, FunctionAttribute attribute, int value);
   Result (*func_load)(Function function);  // null before driver 12.4
   Result (*launch_kernel)(const LaunchConfig* config, Function function, void** params, void** extra);
+  Result (*tensor_map_encode_tiled)(TensorMap* map, TensorMapType type, uint32_t rank, void* address,
+                                    const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
+                                    const uint32_t* element_strides, TensorMapInterleave interleave,
+                                    TensorMapSwizzle swizzle, TensorMapPromotion promotion,
+                                    TensorMapFill fill);
 };
 
 // The driver of this machine, or why there is none; settled once.

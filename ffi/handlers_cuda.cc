@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "handlers.h"
 #include "kernels.h"
+#include "tensor_maps.h"
 
 namespace jaxinfer {
 
@@ -79,8 +80,16 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
 
   for (int32_t cls = 0; cls < format.num_classes; ++cls) {
     if (format.classes[cls].item_capacity == 0 || format.classes[cls].num_ctas <= 0) continue;
-    void* arguments[] = {&params, &cls, packed};
-    if (const auto error = cuda::launch((*loaded)[cls], format.classes[cls].num_ctas, stream, arguments);
+    const cuda::Kernel& kernel = (*loaded)[cls];
+    TensorMaps maps;
+    if (kernel.tensor_maps) {
+      if (const auto error = cuda::make_tensor_maps(params, format.classes[cls], kernel.kv_box_rows, &maps);
+          !error.empty()) {
+        return internal(error);
+      }
+    }
+    void* arguments[] = {&params, &cls, packed, &maps};
+    if (const auto error = cuda::launch(kernel, format.classes[cls].num_ctas, stream, arguments);
         !error.empty()) {
       return internal(error);
     }

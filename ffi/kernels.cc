@@ -74,7 +74,9 @@ std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kerne
                    compiled.num_threads,
                    compiled.smem_bytes,
                    device.num_multiprocessors,
-                   device.can_start_early};
+                   device.can_start_early,
+                   compiled.tensor_maps,
+                   compiled.kv_box_rows};
   if (auto error = describe(api.module_load_data(module, compiled.cubin.data()), "cuModuleLoadData");
       !error.empty()) {
     return error + " (kernel " + compiled.entry + " for " + device.arch + " on " + device.name + ")";

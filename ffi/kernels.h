@@ -18,6 +18,8 @@ struct CompiledKernel {
   std::string entry;    // name of the kernel in the cubin
   int32_t num_threads;  // per CTA
   int32_t smem_bytes;   // dynamic shared memory per CTA
+  bool tensor_maps;     // the last parameter is TensorMaps
+  int32_t kv_box_rows;  // KV rows of one copy by them; 0: K and V have no maps
 };
 
 // Compiles `spec` for `arch` ("sm_90a"); on failure fills `error` and returns what it likes. Called without
@@ -34,6 +36,8 @@ struct Kernel {
   int32_t smem_bytes;
   int32_t num_multiprocessors;  // of the device
   bool can_start_early;         // the device and its driver know Start::kEarly, captured or not
+  bool tensor_maps;             // see CompiledKernel
+  int32_t kv_box_rows;
 };
 
 // When a kernel may start: when what was launched before it on the stream has ended, or earlier, because it

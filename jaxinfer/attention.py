@@ -63,8 +63,9 @@ def attention(
       layer: int32 scalar, an operand; out of range gives the empty state.
       kv_layout: "NHD" or "HND".
       return_lse: also return the log-sum-exp.
-      implementation: None (the plan's kernels for the platform), "reference" (plain JAX, every platform) or "mma"
-        (tensor cores through mma.sync; GPU, 16-bit dtypes).
+      implementation: None (the plan's kernels for the platform), "reference" (plain JAX, every platform), "mma"
+        (tensor cores through mma.sync; GPU, 16-bit dtypes, tiles 16 to 128) or "wgmma" (warpgroup instructions;
+        Hopper, 16-bit dtypes, tiles 128 and 192; what None takes there, but for rules that change q, k or v).
 
     Returns:
       o [num_tokens, num_qo_heads, head_dim_vo] in q's dtype, or `AttentionState(o, lse)` with lse float32
@@ -211,10 +212,10 @@ attention_p = make_primitive(
 def _check_implementation(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if implementation in ("decode", "wgmma"):
+    if implementation == "decode":
         raise NotImplementedError(
             f"implementation={implementation!r} is a GPU kernel that this version does not have; "
-            'supported: None and "reference" (every platform), "mma" (GPU)'
+            'supported: None and "reference" (every platform), "mma" and "wgmma" (GPU)'
         )
 
 

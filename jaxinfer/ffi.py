@@ -99,6 +99,7 @@ def attention_kernel_attributes(
     *,
     rules: Sequence[str],
     contiguous: bool,
+    kv_layout: str,
     plan_classes: Sequence[Sequence[int]],
     merge_capacity: int,
     slot_capacity: int,
@@ -108,7 +109,7 @@ def attention_kernel_attributes(
     **params: Any,
 ) -> Attributes:
     """What a GPU call of `jaxinfer_attention` carries besides: its kernels, and the numbers of a user's rules."""
-    q, _, v = avals[:3]
+    q, k, v = avals[:3]
     kernels = attention_kernels(
         dtype=str(q.dtype),
         head_dim_qk=q.shape[2],
@@ -116,6 +117,7 @@ def attention_kernel_attributes(
         classes=[(tile, bool(packed)) for tile, packed, *_ in plan_classes],
         merges=merge_capacity > 0 and slot_capacity > 0,
         contiguous=contiguous,
+        page_size=1 if contiguous else k.shape[-2 if kv_layout == "HND" else -3],
         rules=sum(RULES[rule] for rule in rules),
         functor=functor,
         implementation=implementation,

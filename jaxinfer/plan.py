@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from . import _native
 from ._args import positive
+from .jit import render, select
 from .layout import BlockSparse
 from .variant import Variant
 
@@ -125,8 +126,9 @@ def plan(
       variant: what the KV ranges are clipped with (causal, windows); None: `Variant()`.
       num_pages: pages of the pool (contiguous: KV tokens); given, page ids in the used range are checked.
       tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None:
-        chosen from the capacities, group size, dtype and head_dim.
-      num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU, twice the multiprocessors on a GPU.
+        chosen from the capacities, group size, dtype, head_dim and the GPU. On GPUs 192 is for Hopper alone.
+      num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU; on a GPU twice the multiprocessors,
+        once for tiles that run on Hopper's warpgroup instructions.
       schedule: "runs" (classes limited by reading K and V get contiguous equal runs per queue; on an H200 level with
         the other on equal lengths and up to 6% faster on others) or "lpt" (longest tiles first, to the least
         loaded queue). Classes limited by arithmetic are scheduled the second way.
@@ -166,6 +168,7 @@ def plan(
         variant.window_right,
         variant.softmax,
         variant.mask_bits is not None,
+        bool(render.changes_inputs(None if variant.functor is None else variant.functor.source)),
         _as_key(tiles),
         _as_key(num_ctas),
         schedule,
@@ -224,6 +227,7 @@ def _static_plan(
     window_right: int | None,
     softmax: bool,
     masked: bool,
+    changes_inputs: bool,
     tiles: tuple[int, ...] | None,
     num_ctas: int | tuple[int, ...] | None,
     schedule: str,
@@ -248,6 +252,7 @@ def _static_plan(
         )
     if num_layouts > 1 and masked:
         raise NotImplementedError("a custom mask with a composed layout; supported: layouts of one level")
+    warpgroups = on_gpu and dtype_name != "float32" and not changes_inputs and _has_warpgroups()
     if tiles is None:
         tiles = choose_tiles(
             None if batch_invariant else (num_tokens, num_rows, num_layouts),
@@ -256,9 +261,10 @@ def _static_plan(
             head_dim_qk,
             head_dim_vo,
             on_gpu,
+            warpgroups,
         )
     tiles = _check_tiles(tiles, group_size)
-    ctas = _check_num_ctas(num_ctas, tiles, group_size, on_gpu)
+    ctas = _check_num_ctas(num_ctas, tiles, on_gpu, warpgroups)
     classes = [
         (tile, True, _native.choose_num_queues(n, num_kv_heads), n)
         for tile, n in zip(tiles, ctas, strict=True)
@@ -318,6 +324,7 @@ def choose_tiles(
     head_dim_qk: int,
     head_dim_vo: int,
     on_gpu: bool,
+    warpgroups: bool = False,
 ) -> tuple[int, ...]:
     """Tiles from what is static: a small class for single tokens, a large one where a row can have more.
 
@@ -326,12 +333,17 @@ def choose_tiles(
         the model's.
       group_size, dtype, head_dim_qk, head_dim_vo: of the model.
       on_gpu: float32 has CUDA-core kernels only there, which means tile 1.
+      warpgroups: large tiles run on Hopper's warpgroup instructions.
     """
     if on_gpu and dtype == "float32":
         return (1,)
     small = next(t for t in (16, 32, 64, 128) if t >= group_size)
-    # A tile keeps its output in registers: 128 rows of more than 128 columns do not fit.
-    large = max(small, 64 if max(head_dim_qk, head_dim_vo) > 128 else 128)
+    widest = max(head_dim_qk, head_dim_vo)
+    # A tile keeps its output in registers: of three warpgroups 64 columns fit, of two 256; of the portable
+    # kernel's 128 rows 128 columns.
+    large = max(small, 64 if widest > 128 else 128)
+    if warpgroups:
+        large = 192 if widest <= 64 else 128
     if capacity is not None:
         num_tokens, num_rows, num_layouts = capacity
         # The most tokens of a row: what is left when every other row has one; all, where rows share tokens (a
@@ -394,12 +406,19 @@ def _check_tiles(tiles: Any, group_size: int) -> tuple[int, ...]:
     return tuple(int(tile) for tile in tiles)
 
 
-def _check_num_ctas(num_ctas: Any, tiles: tuple[int, ...], group_size: int, on_gpu: bool) -> tuple[int, ...]:
+def _has_warpgroups() -> bool:
+    """Whether large tiles run on Hopper's warpgroup instructions where nobody asks for a kernel."""
+    return str(jax.devices()[0].compute_capability) == "9.0"
+
+
+def _check_num_ctas(num_ctas: Any, tiles: tuple[int, ...], on_gpu: bool, warpgroups: bool) -> tuple[int, ...]:
     if num_ctas is None:
         if not on_gpu:
             return (CPU_CTAS,) * len(tiles)
-        # The kernels leave registers and shared memory for two CTAs on a multiprocessor.
-        return (2 * int(jax.devices()[0].core_count),) * len(tiles)
+        # A CTA of warpgroups fills a multiprocessor; the other kernels leave room for two.
+        multiprocessors = int(jax.devices()[0].core_count)
+        alone = select.WGMMA_TILES if warpgroups else ()
+        return tuple(multiprocessors * (1 if tile in alone else 2) for tile in tiles)
     counts = num_ctas if isinstance(num_ctas, tuple) else (num_ctas,) * len(tiles)
     if len(counts) != len(tiles):
         raise ValueError(f"num_ctas must be an int or one per tile class ({len(tiles)}), got {num_ctas!r}")

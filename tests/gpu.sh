@@ -6,6 +6,7 @@
 #   info      what the run-time compiler finds          tests     the GPU's own tests (tests/test_gpu*.py)
 #   suite     all other tests, on the GPU backend       two       tests that need two GPUs
 #   sanitize  memcheck, racecheck, synccheck            bench     a short speed check
+#   delays    the warpgroup kernel with random sleeps
 #
 # OUT: folder of the logs. SITE: where the package is installed. EXTRA_SITE: folders with more Python packages (hypothesis,
 # jaxtyping, beartype, gguf, tokenizers, ...). JAXINFER_MODEL: SmolLM2 as GGUF, see tests/test_gpu_models.py. JOBS: test
@@ -23,7 +24,7 @@ export PYTHONPATH=$site${EXTRA_SITE:+:$EXTRA_SITE} XLA_PYTHON_CLIENT_PREALLOCATE
 export JAXINFER_CACHE=${JAXINFER_CACHE:-$site.cache}
 mkdir -p "$out" "$site"
 steps=("$@")
-[ ${#steps[@]} -eq 0 ] && steps=(build info kernels tests suite sanitize bench)
+[ ${#steps[@]} -eq 0 ] && steps=(build info kernels delays tests suite sanitize bench)
 failed=0
 table=""
 
@@ -72,7 +73,31 @@ step() {  # step NAME COMMAND...: runs it, keeps its log, adds a line to the tab
 }
 
 run_kernels() {
-  "$python" -P tests/cuda/build.py "$kernels" "${ARCH:-sm_90a}" && "$kernels/test_kernels" "$kernels"
+  "$python" -P tests/cuda/build.py "$kernels" "${ARCH:-sm_90a}" && "$kernels/test_kernels" "$kernels" || return 1
+  [ ! -x "$kernels/test_prefill" ] || run_prefill "$kernels"
+}
+
+run_prefill() {  # run_prefill FOLDER: in shares side by side, because the CPU executor takes most of the time
+  local result=0 share shares=12 running=()
+  for ((share = 0; share < shares; share++)); do
+    timeout 120 "$1/test_prefill" "$1" "" $share/$shares >"$1/share$share" &
+    running+=($!)
+  done
+  for share in "${running[@]}"; do wait "$share" || result=1; done
+  cat "$1"/share*
+  return $result
+}
+
+# Sleeps before arrivals and waits change the order of everything that no barrier orders, and not one bit of a result.
+run_delays() {
+  local folder
+  [ -x "$kernels/test_prefill" ] || "$python" -P tests/cuda/build.py "$kernels" sm_90a || return 1
+  JAXINFER_INJECT_DELAYS=7 "$python" -P tests/cuda/build.py "$kernels.delays" sm_90a test_prefill || return 1
+  for folder in "$kernels" "$kernels.delays"; do
+    run_prefill "$folder" >"$folder/results" || { grep FAIL "$folder/results"; return 1; }
+    grep -o '^.*bits [0-9a-f]*' "$folder/results" | sort >"$folder/bits"
+  done
+  diff "$kernels/bits" "$kernels.delays/bits" && echo "$(wc -l <"$kernels/bits") cases with the same bits"
 }
 
 sanitize() {
@@ -89,6 +114,11 @@ sanitize() {
     timeout $((end - SECONDS > 0 ? end - SECONDS : 1)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 \
       "$kernels/test_kernels" "$kernels" sanitize | grep -v ^PASS
     [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "$tool: FAILED or out of time"; result=1; }
+    if [ -x "$kernels/test_prefill" ]; then
+      timeout $((end - SECONDS > 0 ? end - SECONDS : 1)) "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 5 \
+        "$kernels/test_prefill" "$kernels" sanitize | grep -v PASS
+      [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "$tool of the warpgroup kernel: FAILED or out of time"; result=1; }
+    fi
     echo "$tool: $((SECONDS - begin)) s"
   done
   # The launches of the FFI handlers, with buffers of exact size. XLA's own kernels are not ours to check, nor are the
@@ -111,6 +141,7 @@ for name in "${steps[@]}"; do
     tests) TAIL=70 step tests test_files --durations=5 -- tests/test_gpu*.py ;;
     suite) TAIL=90 step suite test_files -m "not model" -- $(ls tests/test_*.py | grep -v test_gpu) ;;
     two) TAIL=30 step two pytest tests/test_gpu_programs.py -k "two_devices or second_device" ;;
+    delays) TAIL=20 step delays run_delays ;;
     sanitize) TAIL=30 step sanitize sanitize ;;
     bench)  # PEERS: a folder with FlashInfer and flash-attn3-jax, which GPU machines lack
       for table in decode prefill; do

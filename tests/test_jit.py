@@ -271,9 +271,12 @@ def test_implementations_on_a_gpu() -> None:
     ] == "attention_mma"
     with pytest.raises(ValueError, match="has no tile 1"):
         _export("bfloat16", (1,), jaxinfer.Variant(), implementation="mma")
-    with pytest.raises(NotImplementedError, match="tile 192"):
-        _export("bfloat16", (192,), jaxinfer.Variant())
-    with pytest.raises(NotImplementedError, match="wgmma"):
+    assert _export("bfloat16", (192,), jaxinfer.Variant())[1]["kernel"] == "attention"
+    assert _export("bfloat16", (128,), jaxinfer.Variant())[1]["kernel"] == "attention"
+    assert _export("bfloat16", (64,), jaxinfer.Variant())[1]["kernel"] == "attention_mma"
+    wgmma = _export("bfloat16", (128,), jaxinfer.Variant(), implementation="wgmma")[1]
+    assert (wgmma["kernel"], wgmma["page_box"]) == ("attention_wgmma", 16)
+    with pytest.raises(ValueError, match="'wgmma' has no tile 16"):
         _export("bfloat16", (16,), jaxinfer.Variant(), implementation="wgmma")
 
 
@@ -391,6 +394,6 @@ def test_selection_of_merge_follows_the_output_hole() -> None:
     )
     kernels = select.attention_kernels(
         dtype="bfloat16", head_dim_qk=64, head_dim_vo=64, classes=[(16, True)], merges=True, contiguous=False,
-        rules=32, functor=FunctorSource(text), implementation=None,
+        page_size=16, rules=32, functor=FunctorSource(text), implementation=None,
     )  # fmt: skip
     assert KernelSpec.from_json(kernels.splitlines()[-1]).functor == FunctorSource(text)

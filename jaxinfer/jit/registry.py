@@ -31,8 +31,9 @@ ENV_LINE_INFO = "JAXINFER_LINE_INFO"
 #: Seconds after which a compilation is announced on stderr.
 _ANNOUNCE_AFTER = 1.0
 
-#: (cubin, kernel name, threads per CTA, bytes of dynamic shared memory)
-Loaded = tuple[bytes, str, int, int]
+#: (cubin, kernel name, threads per CTA, bytes of dynamic shared memory, whether it takes tensor maps, KV rows of
+#: one copy by them)
+Loaded = tuple[bytes, str, int, int, bool, int]
 
 
 @dataclass
@@ -64,7 +65,14 @@ def load(spec_json: str, arch: str) -> Loaded:
         if entry.loaded is None:
             spec = KernelSpec.from_json(spec_json)
             rendered, cubin = _build(spec, arch)
-            entry.loaded = (cubin, rendered.entry, rendered.num_threads, rendered.smem_bytes)
+            entry.loaded = (
+                cubin,
+                rendered.entry,
+                rendered.num_threads,
+                rendered.smem_bytes,
+                rendered.tensor_maps,
+                rendered.kv_box_rows,
+            )
         return entry.loaded
 
 

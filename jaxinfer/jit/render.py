@@ -6,11 +6,12 @@ here.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
 from .spec import FunctorSource, KernelSpec
-from .tiles import TileConfig, append_config, merge_config, tile_config
+from .tiles import TileConfig, append_config, merge_config, tile_config, wgmma_config
 
 _DTYPE = {"float32": "DType::kF32", "float16": "DType::kF16", "bfloat16": "DType::kBF16"}
 _ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -18,6 +19,10 @@ _ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Of `enum Rule` in csrc/params.h.
 _RULE_MASK = 16
 _RULE_SOFTMAX = 32
+
+#: Environment variable with a seed: kernels sleep at random before every arrival and wait. For finding barriers that
+#: are missing; results must not change by a bit.
+ENV_INJECT_DELAYS = "JAXINFER_INJECT_DELAYS"
 
 #: What compile errors call the user's own text.
 FUNCTOR_NAME = "from_cuda"
@@ -60,17 +65,47 @@ class Rendered:
       entry: name of the kernel in it.
       num_threads: per CTA.
       smem_bytes: dynamic shared memory per CTA.
+      tensor_maps: its last parameter is the maps that the tensor copy engine reads Q, K and V by.
+      kv_box_rows: KV rows of one copy by those maps; 0 where K and V have none.
     """
 
     text: str
     entry: str
     num_threads: int
     smem_bytes: int
+    tensor_maps: bool = False
+    kv_box_rows: int = 0
 
 
 def holes(functor: FunctorSource) -> frozenset[str]:
     """The holes that a functor's text fills."""
     return frozenset(name for name, (pattern, *_) in _HOLES.items() if pattern.search(functor.text))
+
+
+def changes_inputs(functor: FunctorSource | None) -> frozenset[str]:
+    """The holes of a functor that change Q, K or V before the products."""
+    return holes(functor) & {"query", "key", "value"} if functor is not None else frozenset()
+
+
+def template(spec: KernelSpec, arch: str) -> str:
+    """The template that computes `spec` on the architecture.
+
+    Raises:
+      NotImplementedError: there is none.
+    """
+    if spec.kernel not in ("attention", "attention_wgmma"):
+        return spec.kernel
+    # Tensor copies bring K and V to where the instructions read them, and Q too: nobody could change them between.
+    changed = changes_inputs(spec.functor)
+    if arch == "sm_90a" and not changed:
+        return "attention_wgmma"
+    if spec.kernel == "attention" and spec.tile != 192:
+        return "attention_mma"
+    reason = f"rules that change {', '.join(sorted(changed))}" if changed else arch
+    raise NotImplementedError(
+        f"tile {spec.tile} of attention_wgmma for {reason}; it needs compute capability 9.0 and rules that leave "
+        "Q, K and V as they are. Plan with tile 128, and leave implementation to jaxinfer."
+    )
 
 
 def render(spec: KernelSpec, arch: str) -> Rendered:
@@ -81,10 +116,11 @@ def render(spec: KernelSpec, arch: str) -> Rendered:
     """
     if spec.kernel == "append":
         return _render_append(spec)
+    kernel = template(spec, arch)
     config = (
         merge_config(dtype=spec.dtype, head_dim_vo=spec.head_dim_vo)
-        if spec.kernel == "merge"
-        else _tile(spec, arch)
+        if kernel == "merge"
+        else _tile(spec, kernel, arch)
     )
     constants = [
         f"static constexpr DType kDType = {_DTYPE[spec.dtype]};",
@@ -96,40 +132,55 @@ def render(spec: KernelSpec, arch: str) -> Rendered:
         f"static constexpr uint32_t kRules = {spec.rules}u;",
         *_geometry(config),
     ]
-    entry = f"jaxinfer_{spec.kernel}"
-    is_merge = spec.kernel == "merge"
-    cls = "" if is_merge else ", int cls"
-    arguments = "params, operands" if is_merge else "params, cls, operands"
+    entry = f"jaxinfer_{kernel}"
+    is_wgmma = kernel == "attention_wgmma"
+    cls = "" if kernel == "merge" else ", int cls"
+    maps = ", const __grid_constant__ jaxinfer::TensorMaps maps" if is_wgmma else ""
+    arguments = "params, operands" if kernel == "merge" else "params, cls, operands"
+    seed = os.environ.get(ENV_INJECT_DELAYS)
     text = "\n".join(
         [
+            *([f"#define JAXINFER_INJECT_DELAYS {int(seed)}"] if seed and is_wgmma else []),
             '#include "params.h"',
             *_operands(spec.functor),
-            f'#include "kernels/{spec.kernel}.cuh"',
+            f'#include "kernels/{kernel}.cuh"',
             "namespace jaxinfer {",
             *_struct("Config", constants),
             *_variant(spec.functor),
             "}  // namespace jaxinfer",
             f'extern "C" __global__ void __launch_bounds__({config.num_threads}, {config.min_ctas})',
             f"{entry}(const __grid_constant__ jaxinfer::AttentionParams params{cls},",
-            "    const __grid_constant__ jaxinfer::VariantOperands operands) {",
-            f"  jaxinfer::{spec.kernel}<jaxinfer::Config, jaxinfer::Variant>({arguments});",
+            f"    const __grid_constant__ jaxinfer::VariantOperands operands{maps}) {{",
+            f"  jaxinfer::{kernel}<jaxinfer::Config, jaxinfer::Variant>({arguments}{', maps' if maps else ''});",
             "}",
             "",
         ]
     )
-    return Rendered(text, entry, config.num_threads, config.smem_bytes)
+    rows = config.constant("kBlockKV") if spec.contiguous else spec.page_box
+    return Rendered(text, entry, config.num_threads, config.smem_bytes, is_wgmma, rows if is_wgmma else 0)
 
 
-def _tile(spec: KernelSpec, arch: str) -> TileConfig:
+def _tile(spec: KernelSpec, kernel: str, arch: str) -> TileConfig:
+    plain = spec.functor is None and spec.rules & (_RULE_MASK | _RULE_SOFTMAX) == _RULE_SOFTMAX
+    if kernel == "attention_wgmma":
+        return wgmma_config(
+            head_dim_qk=spec.head_dim_qk,
+            head_dim_vo=spec.head_dim_vo,
+            tile=spec.tile,
+            contiguous=spec.contiguous,
+            page_box=spec.page_box,
+            plain=plain,
+            functor=spec.functor is not None,
+        )
     return tile_config(
-        kernel=spec.kernel,
+        kernel=kernel,
         dtype=spec.dtype,
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
         tile=spec.tile,
         packed=spec.packed,
         contiguous=spec.contiguous,
-        plain=spec.functor is None and spec.rules & (_RULE_MASK | _RULE_SOFTMAX) == _RULE_SOFTMAX,
+        plain=plain,
         arch=arch,
     )
 

@@ -14,6 +14,8 @@ from .spec import FunctorSource, KernelSpec, join, padded_head_dim
 
 _RULE_SOFTMAX = 32  # of `enum Rule` in csrc/params.h: all that the merge needs to know
 _MMA_TILES = (16, 32, 64, 128)
+#: Tiles of the warpgroup kernel.
+WGMMA_TILES = (128, 192)
 
 
 def attention_kernels(
@@ -24,6 +26,7 @@ def attention_kernels(
     classes: Sequence[tuple[int, bool]],
     merges: bool,
     contiguous: bool,
+    page_size: int,
     rules: int,
     functor: FunctorSource | None,
     implementation: str | None,
@@ -37,28 +40,32 @@ def attention_kernels(
       classes: (tile, packed) of every tile class.
       merges: whether the plan has room for partial states.
       contiguous: K and V are not paged.
+      page_size: of the pages; 1 when contiguous.
       rules: OR of the bits of `enum Rule`.
       functor: the user's rules.
-      implementation: None or "mma".
+      implementation: None, "mma" (the portable tensor-core kernel) or "wgmma".
 
     Raises:
       ValueError: the plan's tiles do not fit the dtype or the implementation; names both.
       NotImplementedError: no kernel is wide enough.
     """
     dims = {"head_dim_qk": padded_head_dim(head_dim_qk), "head_dim_vo": padded_head_dim(head_dim_vo)}
-    specs = [
-        KernelSpec(
-            kernel=_kernel(dtype, tile, implementation),
-            dtype=dtype,
-            tile=tile,
-            packed=packed,
-            contiguous=contiguous,
-            rules=rules,
-            functor=functor,
-            **dims,
+    specs = []
+    for tile, packed in classes:
+        kernel = _kernel(dtype, tile, implementation)
+        specs.append(
+            KernelSpec(
+                kernel=kernel,
+                dtype=dtype,
+                tile=tile,
+                packed=packed,
+                contiguous=contiguous,
+                page_box=0 if kernel == "attention_mma" else _page_box(tile, contiguous, page_size),
+                rules=rules,
+                functor=functor,
+                **dims,
+            )
         )
-        for tile, packed in classes
-    ]
     if merges:
         specs.append(
             KernelSpec(
@@ -80,17 +87,30 @@ def append_kernels(*, dtype: str) -> str:
 
 
 def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
-    if tile == 1 and implementation is None:
-        return "attention_simt"
-    if tile == 1:
+    tiles = {None: (1, *_MMA_TILES, 192), "mma": _MMA_TILES, "wgmma": WGMMA_TILES}[implementation]
+    if tile not in tiles:
         raise ValueError(
-            f"implementation={implementation!r} has no tile 1; plan with tiles from {_MMA_TILES}"
+            f"implementation={implementation!r} has no tile {tile}; plan with tiles from {tiles}"
         )
+    if tile == 1:
+        return "attention_simt"
     if dtype == "float32":
         raise ValueError(
             f"the plan has tile {tile}, dtype is float32: on a GPU float32 runs on tile 1 alone. "
             "Plan with tiles=(1,), which is the default when a GPU is JAX's default backend."
         )
-    if tile not in _MMA_TILES:
-        raise NotImplementedError(f"tile {tile} on a GPU; supported: 1 and {_MMA_TILES}")
-    return "attention_mma"
+    if implementation == "wgmma":
+        return "attention_wgmma"
+    if implementation == "mma" or tile not in WGMMA_TILES:
+        return "attention_mma"
+    # Which template a large tile becomes is decided where the GPU is known.
+    return "attention"
+
+
+def _page_box(tile: int, contiguous: bool, page_size: int) -> int:
+    """Rows that one copy of the tensor engine brings: whole patterns of eight rows inside one page, 16 where
+    they fit because twice as many copies need twice as many warps; 0: pages are gathered row by row.
+    """
+    if contiguous or tile not in WGMMA_TILES:
+        return 0
+    return next((rows for rows in (16, 8) if page_size % rows == 0), 0)

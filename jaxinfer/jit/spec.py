@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 #: Kernels by name: the stem of the template's header, and with "jaxinfer_" before it what a profiler shows.
-KERNELS = ("attention_mma", "attention_simt", "merge", "append")
+#: "attention" is the best template of its tile: which one, render.py decides once the GPU is known.
+KERNELS = ("attention", "attention_mma", "attention_wgmma", "attention_simt", "merge", "append")
 
 #: Head dims that kernels are compiled for; others are padded to the next one inside the kernel.
 PADDED_HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -58,6 +59,8 @@ class KernelSpec:
       tile: query rows of a tile; 0 where the kernel has no tiles.
       packed: rows are tokens x group_size heads.
       contiguous: K and V are contiguous, not paged.
+      page_box: where the template may be attention_wgmma, on pages: rows that one copy of the tensor engine
+        brings, 8 or 16; 0: rows one by one.
       rules: OR of the bits of `enum Rule` in csrc/params.h.
       functor: the user's rules, or None.
     """
@@ -69,6 +72,7 @@ class KernelSpec:
     tile: int = 0
     packed: bool = False
     contiguous: bool = False
+    page_box: int = 0
     rules: int = 0
     functor: FunctorSource | None = None
 
@@ -114,6 +118,8 @@ class KernelSpec:
         if self.tile:
             parts.append(f"tile{self.tile}")
         parts += [name for name in ("packed", "contiguous") if getattr(self, name)]
+        if self.page_box:
+            parts.append(f"box{self.page_box}")
         if self.rules:
             parts.append(f"rules{self.rules}")
         if self.functor is not None:

@@ -27,6 +27,10 @@ class TileConfig:
     min_ctas: int = 1
     constants: tuple[tuple[str, int], ...] = ()
 
+    def constant(self, name: str) -> int:
+        """The value of one of `constants`."""
+        return dict(self.constants)[name]
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -86,6 +90,15 @@ _SIMT_ROWS = 8  # kSimtMaxRows of attention_simt.cuh
 
 # sizeof(WarpState) of work.cuh.
 _WARP_STATE = 136
+
+# Of a consumer thread of the warpgroup kernel, by tile: registers for the accumulators of o and scores and the
+# packed weights, and what loaders that know pages, and masks and users' rules, take from that. The rest of the 224 or
+# 232 (two consumers), 152 or 160 (three) is for addresses and what is in flight between the products. All found by
+# compiling.
+_WGMMA_REGISTERS = {128: (188, 0, 12, 36), 192: (128, 12, 24, 36)}
+# sizeof of ConsumerState and CursorState of the kernel.
+_CONSUMER_STATE = 72
+_CURSOR_STATE = 52
 
 _KB = 1024
 # Shared memory of a multiprocessor; one CTA can have 1 KB less, and each CTA costs 1 KB more than it asks for.
@@ -152,6 +165,73 @@ def tile_config(
             ("kQueryInRegisters", int(shape.query_in_registers)),
         ),
     )
+
+
+def wgmma_config(
+    *,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    tile: int,
+    contiguous: bool,
+    page_box: int,
+    plain: bool,
+    functor: bool,
+) -> TileConfig:
+    """Geometry of a tile of `attention_wgmma`; arguments as for `tile_config`, `page_box` as in KernelSpec;
+    `functor`: there are a user's rules.
+
+    Raises:
+      NotImplementedError: the output of the tile does not fit into registers.
+    """
+    gather = not contiguous and page_box == 0
+    consumers = tile // 64
+    # Four gathering warps need whole swizzle patterns each.
+    blocks = (128, 96, 64, 32) if gather else (128, 112, 96, 80, 64, 32)
+    room, for_pages, for_rules, for_functor = _WGMMA_REGISTERS[tile]
+    if tile == 128 and page_box > 0 and head_dim_qk > head_dim_vo:
+        for_pages += 30  # a whole block of K in three panels spills four bytes
+    room -= head_dim_vo // 2 + (0 if contiguous else for_pages)
+    room -= for_functor if functor else 0 if plain else for_rules
+    stages = 2  # three measured the same
+    for block_kv in blocks:
+        smem = _wgmma_smem_bytes(head_dim_qk, head_dim_vo, tile, block_kv, stages)
+        if block_kv * 3 // 4 <= room and smem <= _SMEM_PER_MULTIPROCESSOR[90] - _SMEM_RESERVED:
+            break
+    else:
+        raise NotImplementedError(f"head_dim_vo {head_dim_vo} in tile {tile} does not fit into registers")
+    # A producer's and a consumer's. A CTA holds what it was launched with, whole eights per thread (168 for 384
+    # threads): a warpgroup that asks for more than is left of that waits for ever.
+    registers = (56, 224) if gather else (40, 232)
+    if consumers == 3:
+        registers = (32, 160) if contiguous else (56, 152)
+    return TileConfig(
+        num_threads=128 * (consumers + 1),
+        smem_bytes=smem,
+        constants=(
+            ("kBlockKV", block_kv),
+            ("kStages", stages),
+            ("kPageBox", page_box),
+            # One warp issues a copy every 30 cycles, pages of 8 need one every 16.
+            ("kProducerWarps", 1 if contiguous else {0: 4, 8: 4, 16: 2}[page_box]),
+            ("kProducerRegisters", registers[0]),
+            ("kConsumerRegisters", registers[1]),
+            # Taking turns brings 14% at (192, 128), costs 6% at 256. There the other two bring 5%; elsewhere they
+            # make no difference.
+            ("kPingPong", int(head_dim_vo <= 128)),
+            ("kStaleMax", int(head_dim_vo > 128)),
+            ("kSplitBlock", int(head_dim_vo > 128)),
+        ),
+    )
+
+
+def _wgmma_smem_bytes(head_dim_qk: int, head_dim_vo: int, tile: int, block_kv: int, stages: int) -> int:
+    """The sum that WgmmaShared makes in the kernel, which checks that they agree."""
+    panels_qk, panels_vo = -(-head_dim_qk // 64), -(-head_dim_vo // 64)
+    consumers = tile // 64
+    data = panels_qk * tile * 128 + stages * (panels_qk + panels_vo) * block_kv * 128
+    flags = tile * 8 + stages * (16 + block_kv * 4) + (2 * consumers + 4 * stages) * 8
+    states = 4 * consumers * _CONSUMER_STATE + 4 * _CURSOR_STATE
+    return data + -(-(flags + states) // 16) * 16
 
 
 def merge_config(*, dtype: str, head_dim_vo: int) -> TileConfig:

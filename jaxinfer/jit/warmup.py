@@ -56,14 +56,17 @@ def local_archs() -> list[str]:
     return list(dict.fromkeys(registry.arch_of(device["compute_capability"]) for device in driver["devices"]))
 
 
-def model_kernels(config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16") -> list[str]:
+def model_kernels(
+    config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16", page_size: int = 16
+) -> list[str]:
     """Specs of every kernel that serving a model can ask for: all tiles that plans may choose."""
     from jaxinfer.attention import rules
     from jaxinfer.ffi import RULES
 
     group_size = config.num_qo_heads // config.num_kv_heads
-    largest = 64 if config.head_dim > 128 else 128
-    tiles = [t for t in (16, 32, 64, 128) if t >= group_size and (t <= largest or t < 2 * group_size)]
+    tiles = [t for t in (16, 32, 64, 128) if t >= group_size]
+    if config.head_dim <= 64:
+        tiles.append(192)
     if dtype == "float32":
         tiles = [1]
     specs = [select.append_kernels(dtype=dtype)]
@@ -75,6 +78,7 @@ def model_kernels(config: Heads, variants: Sequence[Variant], dtype: str = "bflo
             classes=[(tile, True) for tile in tiles],
             merges=True,
             contiguous=False,
+            page_size=page_size,
             rules=sum(RULES[rule] for rule in rules(variant)),
             functor=None if variant.functor is None else variant.functor.source,
             implementation=None,
@@ -91,7 +95,8 @@ def warmup(
 
     Args:
       specs: strings of `KernelSpec.to_json`, for example from `model_kernels`.
-      archs: architectures such as "sm_90a"; None: those of this machine's GPUs.
+      archs: architectures such as "sm_90a"; None: those of this machine's GPUs. Kernels that an
+        architecture cannot run are left out for it.
       progress: gets one line per kernel.
 
     Returns:
@@ -102,11 +107,16 @@ def warmup(
     """
     from .spec import KernelSpec
 
-    jobs = [(spec, arch) for arch in (local_archs() if archs is None else archs) for spec in specs]
-    for number, (spec, arch) in enumerate(jobs, 1):
+    jobs = [
+        (text, spec, arch)
+        for arch in (local_archs() if archs is None else archs)
+        for text, spec in ((text, KernelSpec.from_json(text)) for text in specs)
+        if spec.tile != 192 or arch == "sm_90a"
+    ]
+    for number, (text, spec, arch) in enumerate(jobs, 1):
         begin = time.perf_counter()
-        registry.load(spec, arch)
+        registry.load(text, arch)
         seconds = time.perf_counter() - begin
-        progress(f"[{number}/{len(jobs)}] {KernelSpec.from_json(spec)} {arch}: {seconds:.1f} s")
+        progress(f"[{number}/{len(jobs)}] {spec} {arch}: {seconds:.1f} s")
     progress(f"{len(jobs)} kernels ready in {cache.folder()}")
     return len(jobs)

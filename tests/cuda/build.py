@@ -1,6 +1,6 @@
 """Builds the kernel test: the C++ program, and a cubin for every kernel that its cases and benchmarks need.
 
-    python3 tests/cuda/build.py FOLDER [ARCH]      then      FOLDER/test_kernels FOLDER [bench]
+    python3 tests/cuda/build.py FOLDER [ARCH [PROGRAM...]]      then      FOLDER/test_kernels FOLDER [bench]
 
 Kernel texts are rendered by jaxinfer.jit, which is loaded without the rest of the package: no JAX is needed here.
 """
@@ -27,8 +27,20 @@ def run(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-def build_program(folder: Path, jobs: ThreadPoolExecutor) -> Path:
-    """The planner, the CPU executor and the test, linked with the static CUDA runtime."""
+PROGRAMS = {
+    "test_kernels": ["tests/cuda/test_kernels.cc", "tests/cuda/bench.cc", "tests/cuda/bench_decode.cc"],
+    "test_prefill": [
+        "tests/cuda/test_prefill.cc",
+        "tests/cuda/prefill_bench.cc",
+        "tests/cuda/bench.cc",
+        "ffi/driver.cc",
+        "ffi/tensor_maps.cc",
+    ],
+}
+
+
+def build_program(name: str, folder: Path, jobs: ThreadPoolExecutor) -> Path:
+    """The planner, the CPU executor and a test, linked with the static CUDA runtime."""
     host = ["-ccbin", "gcc-12"] if os.path.exists("/usr/bin/gcc-12") else []
     flags = {
         "isa_avx2.cc": "-mavx2,-mfma,-mf16c",
@@ -37,7 +49,7 @@ def build_program(folder: Path, jobs: ThreadPoolExecutor) -> Path:
     sources = [
         *(ROOT / "csrc/plan").glob("*.cc"),
         *(ROOT / "csrc/cpu").glob("*.cc"),
-        *(ROOT / "tests/cuda" / name for name in ("test_kernels.cc", "bench.cc", "bench_decode.cc")),
+        *(ROOT / source for source in PROGRAMS[name]),
     ]
 
     def compile_one(source: Path) -> str:
@@ -48,13 +60,21 @@ def build_program(folder: Path, jobs: ThreadPoolExecutor) -> Path:
         if out.exists() and out.stat().st_mtime > newest:
             return str(out)
         extra = f",{flags[source.name]}" if source.name in flags else ""
-        command = ["nvcc", "-std=c++17", "-O2", *host, f"-Xcompiler=-Wall{extra}", f"-I{ROOT}/csrc"]
+        command = [
+            "nvcc",
+            "-std=c++17",
+            "-O2",
+            *host,
+            f"-Xcompiler=-Wall{extra}",
+            f"-I{ROOT}/csrc",
+            f"-I{ROOT}/ffi",
+        ]
         run(*command, "-c", str(source), "-o", str(out))
         return str(out)
 
     objects = list(jobs.map(compile_one, sources))
-    program = folder / "test_kernels"
-    run("nvcc", *host, "-cudart", "static", *objects, "-lstdc++", "-lm", "-o", str(program))
+    program = folder / name
+    run("nvcc", *host, "-cudart", "static", *objects, "-lstdc++", "-lm", "-ldl", "-o", str(program))
     return program
 
 
@@ -65,7 +85,8 @@ def build_kernel(folder: Path, line: str, arch: str, headers: bytes) -> str:
     rendered = import_module("jit.render").render(spec, arch)
     key = hashlib.sha256(rendered.text.encode() + headers + arch.encode()).hexdigest()[:16]
     source, cubin = folder / f"{key}.cu", f"{key}.cubin"
-    entry = "\t".join([line, cubin, rendered.entry, str(rendered.num_threads), str(rendered.smem_bytes)])
+    launch = (rendered.num_threads, rendered.smem_bytes, int(rendered.tensor_maps), rendered.kv_box_rows)
+    entry = "\t".join([line, cubin, rendered.entry, *map(str, launch)])
     if (folder / cubin).exists():
         return entry
     source.write_text(rendered.text)
@@ -98,13 +119,15 @@ def build_kernel(folder: Path, line: str, arch: str, headers: bytes) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     arch = sys.argv[2] if len(sys.argv) > 2 else "sm_90a"
+    # The prefill test is for Hopper alone.
+    names = sys.argv[3:] or [name for name in PROGRAMS if arch == "sm_90a" or name != "test_prefill"]
     folder.mkdir(parents=True, exist_ok=True)
     package = types.ModuleType("jit")
     package.__path__ = [str(ROOT / "jaxinfer/jit")]
     sys.modules["jit"] = package
     with ThreadPoolExecutor(os.cpu_count()) as jobs:
-        program = build_program(folder, jobs)
-        specs = run(str(program), "--list").split("\n")
+        programs = [build_program(name, folder, jobs) for name in names]
+        specs = [line for program in programs for line in run(str(program), "--list").split("\n")]
         specs = list(dict.fromkeys(line for line in specs if line))
         headers = b"".join(f.read_bytes() for f in sorted(ROOT.glob("csrc/**/*.*h")))
         lines = list(jobs.map(lambda line: build_kernel(folder, line, arch, headers), specs))

@@ -45,6 +45,8 @@ inline std::string describe(const Options& o) {
   if (o.shared_prefix > 0) s += " prefix" + std::to_string(o.shared_prefix);
   if (o.batch_invariant) s += " invariant";
   if (o.runs) s += " runs";
+  if (o.scale_k != 1.0f) s += " keys*" + std::to_string(static_cast<int>(o.scale_k));
+  if (o.sm_scale < 0) s += " negative";
   return s;
 }
 

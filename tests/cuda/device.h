@@ -155,6 +155,19 @@ inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** ar
   CHECK_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.kernel), arguments));
 }
 
+// The merge after the kernels of a call's classes.
+inline void launch_merge(const Kernels& kernels, AttentionParams params, cudaStream_t stream, Merge merge) {
+  if (merge == Merge::kNone || params.format.merge_capacity <= 0 || params.format.slot_capacity <= 0) return;
+  int unused[2] = {0, 0};
+  const LoadedKernel& kernel = kernels.at(merge_spec(params));
+  const int64_t warps =
+      int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 31) / 32);
+  const int64_t per_cta = kernel.num_threads / 32;
+  void* arguments[] = {&params, unused};
+  (merge == Merge::kDependent ? launch_dependent : launch)(
+      kernel, std::min<int64_t>((warps + per_cta - 1) / per_cta, 1056), arguments, stream);
+}
+
 // The launches of one attention call.
 inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream,
                              Merge merge) {
@@ -163,15 +176,7 @@ inline void launch_attention(const Kernels& kernels, AttentionParams params, cud
     void* arguments[] = {&params, &cls, unused};
     launch(kernels.at(attention_spec(params, cls)), params.format.classes[cls].num_ctas, arguments, stream);
   }
-  if (merge != Merge::kNone && params.format.merge_capacity > 0 && params.format.slot_capacity > 0) {
-    const LoadedKernel& kernel = kernels.at(merge_spec(params));
-    const int64_t warps =
-        int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 31) / 32);
-    const int64_t per_cta = kernel.num_threads / 32;
-    void* arguments[] = {&params, unused};
-    (merge == Merge::kDependent ? launch_dependent : launch)(
-        kernel, std::min<int64_t>((warps + per_cta - 1) / per_cta, 1056), arguments, stream);
-  }
+  launch_merge(kernels, params, stream, merge);
 }
 
 // Device memory that lives as long as the object; not a byte more than asked for, so that memcheck sees every

@@ -49,6 +49,7 @@ SAME(module_unload, cuModuleUnload);
 SAME(module_get_function, cuModuleGetFunction);
 SAME(func_set_attribute, cuFuncSetAttribute);
 SAME(launch_kernel, cuLaunchKernelEx);
+SAME(tensor_map_encode_tiled, cuTensorMapEncodeTiled);
 #if CUDA_VERSION >= 12040
 SAME(func_load, cuFuncLoad);
 #endif
@@ -59,6 +60,14 @@ static_assert(int{kComputeCapabilityMajor} == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABI
 static_assert(int{kComputeCapabilityMinor} == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 static_assert(int{kMaxSharedMemoryPerBlockOptin} == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
 static_assert(int{kMaxDynamicSharedSizeBytes} == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+static_assert(sizeof(CUtensorMap) == 128);
+static_assert(int{kMapFloat16} == CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
+static_assert(int{kMapBfloat16} == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
+static_assert(int{kMapNoInterleave} == CU_TENSOR_MAP_INTERLEAVE_NONE);
+static_assert(int{kMapSwizzle128} == CU_TENSOR_MAP_SWIZZLE_128B);
+static_assert(int{kMapPromote128} == CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+static_assert(int{kMapPromote256} == CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+static_assert(int{kMapFillZeros} == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 static_assert(int{kProgrammaticStreamSerialization} == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 static_assert(sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute) &&
               sizeof(LaunchConfig) == sizeof(CUlaunchConfig));

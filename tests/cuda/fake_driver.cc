@@ -78,6 +78,11 @@ int launch(const void*, void*, void**, void**) {
   return 0;
 }
 
+int encode(void*, int, unsigned, void*, const void*, const void*, const void*, const void*, int, int, int,
+           int) {
+  return 0;
+}
+
 struct Entry {
   const char* name;
   void* address;
@@ -101,6 +106,7 @@ const Entry kEntries[] = {
     {"cuFuncSetAttribute", reinterpret_cast<void*>(set_attribute)},
     {"cuFuncLoad", reinterpret_cast<void*>(func_load)},
     {"cuLaunchKernelEx", reinterpret_cast<void*>(launch)},
+    {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(encode)},
 };
 
 }  // namespace

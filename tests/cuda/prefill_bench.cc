@@ -1,0 +1,326 @@
+// Throughput of the warpgroup kernel on batches of serving size, beside the portable kernel. The card is
+// limited by power: contestants run in short bursts, in an order that rotates, so that heat hits all alike.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <random>
+#include <sstream>
+
+#include "bench.h"
+#include "prefill.h"
+
+namespace jaxinfer::test {
+
+namespace {
+
+constexpr uint32_t kCausal = kRuleSoftmax | kRuleCausal;
+constexpr int kMultiprocessors = 132;
+using Rows = std::vector<std::pair<int, int>>;
+
+// A pattern of 64 MB of random normal numbers, repeated.
+void fill_random(const Buffer& buffer) {
+  static std::vector<uint8_t> pattern;
+  if (pattern.empty()) {
+    pattern.resize(size_t{64} << 20);
+    std::mt19937 rng(3);
+    std::normal_distribution<float> normal;
+    std::vector<float> table(1 << 16);
+    for (float& x : table) x = normal(rng);
+    for (size_t i = 0; i < pattern.size() / 2; ++i)
+      put_element(DType::kBF16, table[rng() & 0xffff], &pattern[2 * i]);
+  }
+  for (size_t at = 0; at < buffer.bytes(); at += pattern.size()) {
+    CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern.data(),
+                          std::min(pattern.size(), buffer.bytes() - at), cudaMemcpyHostToDevice));
+  }
+}
+
+AttentionParams row_params(const PrefillBench& bench) {
+  AttentionParams a = spec_params(bench.options);
+  a.page_size = bench.options.page_size;
+  return a;
+}
+
+// One way to run a row: a plan on the device, and what launches it.
+struct Contestant {
+  const PrefillBench* bench;
+  const PrefillKernels* kernels;
+  AttentionParams params;
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  std::vector<double> milliseconds;
+  int slots = 0;
+  double balance = 0;  // largest queue cost over the mean
+};
+
+void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
+  const Options& o = c->bench->options;
+  AttentionParams& a = c->params;
+  a = spec_params(o);
+  PlanRequest request{};
+  request.num_tokens = static_cast<int>(p.q_pos.size());
+  request.num_rows = static_cast<int>(p.q_len.size());
+  request.num_layouts = 1;
+  request.page_size = o.contiguous ? 1 : o.page_size;
+  request.kv_capacity = o.contiguous ? num_pages : static_cast<int64_t>(p.kv_indices.size()) * o.page_size;
+  request.contiguous = o.contiguous;
+  request.num_qo_heads = o.num_qo_heads;
+  request.num_kv_heads = o.num_kv_heads;
+  request.head_dim_qk = o.head_dim_qk;
+  request.head_dim_vo = o.head_dim_vo;
+  request.element_size = 2;
+  request.split_tokens = 512;
+  request.clip.causal = (o.rules & kRuleCausal) != 0;
+  if ((o.rules & kRuleWindowLeft) != 0) request.clip.window_left = o.window_left;
+  request.format = a.format;
+  const ClassFormat& cls = request.format.classes[0];
+  request.costs[0] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
+  fill_capacities(&request);
+  LayoutView layout{};
+  layout.q_start = p.q_start.data();
+  layout.q_len = p.q_len.data();
+  layout.kv_start = p.kv_start.data();
+  layout.kv_indices = p.kv_indices.data();
+  layout.kv_len = p.kv_len.data();
+  layout.kv_offset = p.kv_offset.data();
+  layout.q_pos = p.q_pos.data();
+  layout.kv_indices_capacity = static_cast<int64_t>(p.kv_indices.size());
+  Ints plan(request.format.num_words + 4);
+  make_plan(layout, request, plan.data());
+  c->slots = plan[kHeaderNumSlots];
+  double total = 0, largest = 0;
+  for (int q = 0; q < cls.num_queues; ++q) {
+    double cost = 0;
+    for (int i = plan[cls.queue_indptr + q]; i < plan[cls.queue_indptr + q + 1]; ++i) {
+      const Item& item = request.format.items(plan.data(), 0)[i];
+      cost +=
+          static_cast<double>(item_cost(request.costs[0], item.num_tokens(), item.kv_end - item.kv_begin));
+    }
+    total += cost;
+    largest = std::max(largest, cost);
+  }
+  c->balance = largest * cls.num_queues / total;
+
+  auto upload = [&](const auto& from) {
+    c->buffers.push_back(std::make_unique<Buffer>(from));
+    return c->buffers.back()->template as<int32_t>();
+  };
+  a.format = request.format;
+  a.num_tokens = request.num_tokens;
+  a.num_rows = request.num_rows;
+  a.num_pages = num_pages;
+  a.page_size = request.page_size;
+  a.kv_indices_capacity = layout.kv_indices_capacity;
+  a.k_strides = make_strides(o, num_pages, o.head_dim_qk);
+  a.v_strides = make_strides(o, num_pages, o.head_dim_vo);
+  a.set_dividers();
+  a.variant.sm_scale = 1.0f / std::sqrt(static_cast<float>(o.head_dim_qk));
+  a.variant.logits_soft_cap = o.logits_soft_cap;
+  a.variant.window_left = o.window_left;
+  a.plan = upload(plan);
+  if (!o.contiguous) a.kv_indices = upload(p.kv_indices);
+  a.kv_offset = upload(p.kv_offset);
+  a.q_pos = upload(p.q_pos);
+  auto scratch = [&](int64_t floats) {
+    c->buffers.push_back(std::make_unique<Buffer>(floats * 4));
+    return c->buffers.back()->as<float>();
+  };
+  const int64_t slot_heads = int64_t{a.format.slot_capacity} * o.num_qo_heads;
+  a.lse = scratch(int64_t{a.num_tokens} * o.num_qo_heads);
+  a.partial_o = scratch(slot_heads * o.head_dim_vo);
+  a.partial_max = scratch(slot_heads);
+  a.partial_sum = scratch(slot_heads);
+}
+
+// All contestants of one row: neighbours in the list with the same name up to the last word.
+void run_row(const std::vector<const PrefillBench*>& row, const std::vector<PrefillKernels>& builds) {
+  const Options& o = row[0]->options;
+  running() = row[0]->name;
+  std::mt19937 rng(1);
+  Problem p{};
+  p.options = o;
+  int64_t num_pages = 0;
+  make_layout(o, rng, &p, &num_pages);
+  std::vector<Contestant> contestants;
+  for (const PrefillBench* bench : row) {
+    for (const PrefillKernels& build : builds) {
+      if (bench->portable ? &build != &builds[0] : !build.has(wgmma_spec(row_params(*bench), 0))) continue;
+      contestants.emplace_back();
+      contestants.back().bench = bench;
+      contestants.back().kernels = &build;
+    }
+  }
+  Buffer q(p.q_pos.size() * o.num_qo_heads * o.head_dim_qk * 2);
+  const int64_t token_bytes = int64_t{o.num_kv_heads} * 2 * (o.contiguous ? 1 : o.page_size);
+  Buffer k(num_pages * token_bytes * o.head_dim_qk), v(num_pages * token_bytes * o.head_dim_vo);
+  Buffer out(p.q_pos.size() * o.num_qo_heads * o.head_dim_vo * 2);
+  for (const Buffer* buffer : {&q, &k, &v}) fill_random(*buffer);
+  for (Contestant& c : contestants) {
+    make_contestant(p, num_pages, &c);
+    c.params.q = q.as<void>();
+    c.params.k = k.as<void>();
+    c.params.v = v.as<void>();
+    c.params.o = out.as<void>();
+  }
+  double pairs = 0;
+  for (size_t r = 0; r < p.q_len.size(); ++r) {
+    for (int i = 0; i < p.q_len[r]; ++i) {
+      int64_t seen = p.kv_len[r];
+      if ((o.rules & kRuleCausal) != 0) seen = seen - p.q_len[r] + i + 1;
+      if ((o.rules & kRuleWindowLeft) != 0) seen = std::min<int64_t>(seen, o.window_left + 1);
+      pairs += static_cast<double>(seen);
+    }
+  }
+  const double flops = 2.0 * pairs * o.num_qo_heads * (o.head_dim_qk + o.head_dim_vo);
+  cudaEvent_t begin, end;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  const auto go = [&](const Contestant& c) {
+    if (c.bench->portable) {
+      launch_attention(c.kernels->kernels, c.params, nullptr, Merge::kDependent);
+    } else {
+      launch_wgmma(*c.kernels, c.params, nullptr, Merge::kDependent);
+    }
+  };
+  constexpr int kRounds = 6;
+  constexpr double kBurst = 30.0;  // milliseconds
+  for (int round = 0; round <= kRounds; ++round) {
+    for (size_t i = 0; i < contestants.size(); ++i) {
+      Contestant& c = contestants[(i + round) % contestants.size()];
+      // The first round warms up and finds how many launches make a burst.
+      const int launches = round == 0 ? 3 : std::max(2, static_cast<int>(kBurst / c.milliseconds[0]));
+      CHECK_CUDA(cudaEventRecord(begin, nullptr));
+      for (int n = 0; n < launches; ++n) go(c);
+      CHECK_CUDA(cudaEventRecord(end, nullptr));
+      CHECK_CUDA(cudaDeviceSynchronize());
+      float ms;
+      CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+      c.milliseconds.push_back(ms / launches);
+    }
+  }
+  std::printf("%-34s", row[0]->name.substr(0, row[0]->name.rfind(' ')).c_str());
+  for (Contestant& c : contestants) {
+    std::sort(c.milliseconds.begin() + 1, c.milliseconds.end());
+    const double ms = c.milliseconds[1 + kRounds / 2];
+    std::printf("  %s%s %.0f (%.0f-%.0f)", c.bench->name.substr(c.bench->name.rfind(' ') + 1).c_str(),
+                c.kernels->label.c_str(), flops / ms * 1e-9, flops / c.milliseconds.back() * 1e-9,
+                flops / c.milliseconds[1] * 1e-9);
+    if (!c.bench->portable && c.kernels == &builds[0]) std::printf(" bal %.2f sl %d", c.balance, c.slots);
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+}
+
+Rows skewed(int batch, int mean) {
+  std::mt19937 rng(7);
+  std::lognormal_distribution<double> length(6.0, 1.2);
+  Rows rows;
+  double sum = 0;
+  std::vector<double> draws;
+  for (int i = 0; i < batch; ++i) draws.push_back(length(rng));
+  for (const double x : draws) sum += x;
+  for (const double x : draws) {
+    const int n = std::max(16, static_cast<int>(x / sum * mean * batch));
+    rows.push_back({n, n});
+  }
+  return rows;
+}
+
+Rows uniform(int batch, int low, int high) {
+  std::mt19937 rng(5);
+  Rows rows;
+  for (int i = 0; i < batch; ++i) {
+    const int n = low + static_cast<int>(rng() % (high - low));
+    rows.push_back({n, n});
+  }
+  return rows;
+}
+
+}  // namespace
+
+std::vector<PrefillBench> make_prefill_benches() {
+  std::vector<PrefillBench> all;
+  struct Way {
+    const char* name;
+    TileClass cls;
+    int num_ctas;
+    bool portable;
+  };
+  const std::vector<Way> ways = {{"u", {128, false}, kMultiprocessors, false},
+                                 {"p", {128, true}, kMultiprocessors, false},
+                                 {"mma", {128, false}, 2 * kMultiprocessors, true}};
+  const std::vector<Way> few = {ways[0], ways[2]};
+  const std::vector<Way> narrow = {{"u192", {192, false}, kMultiprocessors, false},
+                                   {"p192", {192, true}, kMultiprocessors, false},
+                                   {"u128", {128, false}, kMultiprocessors, false},
+                                   {"mma", {128, false}, 2 * kMultiprocessors, true}};
+  auto add = [&](const std::string& name, const std::vector<Way>& run, int qk, int vo, int qo, int kv,
+                 int page, const Rows& rows, uint32_t rules = kCausal) {
+    for (const Way& way : run) {
+      Options o = Options();
+      o.head_dim_qk = qk;
+      o.head_dim_vo = vo;
+      o.num_qo_heads = qo;
+      o.num_kv_heads = kv;
+      o.contiguous = page == 0;
+      o.page_size = page == 0 ? 1 : page;
+      o.rows = rows;
+      o.padding = 0;
+      o.rules = rules;
+      o.window_left = 1023;
+      o.logits_soft_cap = 50.0f;
+      o.classes = {way.cls};
+      o.num_ctas = way.num_ctas;
+      all.push_back({name + " " + way.name, o, way.portable});
+    }
+  };
+  const Rows four(4, {4096, 4096}), one(1, {16384, 16384}), sixteen(16, {1024, 1024}),
+      chunks(16, {512, 8192});
+  add("4x4096 d128 causal dense", ways, 128, 128, 32, 8, 0, four);
+  add("4x4096 d128 causal page16", ways, 128, 128, 32, 8, 16, four);
+  add("4x4096 d128 causal page1", ways, 128, 128, 32, 8, 1, four);
+  add("4x4096 d128 full dense", few, 128, 128, 32, 8, 0, four, kRuleSoftmax);
+  add("4x4096 d128 full page16", few, 128, 128, 32, 8, 16, four, kRuleSoftmax);
+  add("4x4096 d128 full page1", few, 128, 128, 32, 8, 1, four, kRuleSoftmax);
+  add("1x16384 d128 causal dense", ways, 128, 128, 32, 8, 0, one);
+  add("1x16384 d128 causal page16", few, 128, 128, 32, 8, 16, one);
+  add("16x1024 d128 causal dense", ways, 128, 128, 32, 8, 0, sixteen);
+  add("16x1024 d128 causal page16", ways, 128, 128, 32, 8, 16, sixteen);
+  add("16x(512,8192) d128 dense", ways, 128, 128, 32, 8, 0, chunks);
+  add("16x(512,8192) d128 page16", ways, 128, 128, 32, 8, 16, chunks);
+  add("uniform 16 d128 page16", ways, 128, 128, 32, 8, 16, uniform(16, 512, 1024));
+  add("skewed 16 d128 page16", ways, 128, 128, 32, 8, 16, skewed(16, 1024));
+  add("4x4096 d64 causal dense", narrow, 64, 64, 32, 8, 0, four);
+  add("4x4096 d64 causal page16", narrow, 64, 64, 32, 8, 16, four);
+  add("4x4096 d64 full dense", narrow, 64, 64, 32, 8, 0, four, kRuleSoftmax);
+  add("4x4096 d256 causal dense", ways, 256, 256, 16, 4, 0, four);
+  add("4x4096 d256 causal page16", few, 256, 256, 16, 4, 16, four);
+  add("4x4096 d256 full dense", few, 256, 256, 16, 4, 0, four, kRuleSoftmax);
+  add("4x4096 d192x128 causal dense", few, 192, 128, 32, 32, 0, four);
+  add("1x16384 d128 window dense", few, 128, 128, 32, 8, 0, one, kCausal | kRuleWindowLeft);
+  add("4x4096 d128 soft cap dense", few, 128, 128, 32, 8, 0, four, kCausal | kRuleSoftCap);
+  return all;
+}
+
+void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::string& filter) {
+  const std::vector<PrefillBench> all = make_prefill_benches();
+  // Substrings of names, separated by commas.
+  auto wanted = [&](const std::string& name) {
+    std::istringstream parts(filter);
+    bool found = filter.empty();
+    for (std::string part; std::getline(parts, part, ',');)
+      found = found || name.find(part) != std::string::npos;
+    return found;
+  };
+  auto title = [](const PrefillBench& b) { return b.name.substr(0, b.name.rfind(' ')); };
+  for (size_t i = 0; i < all.size();) {
+    std::vector<const PrefillBench*> row;
+    const std::string name = title(all[i]);
+    for (; i < all.size() && title(all[i]) == name; ++i) row.push_back(&all[i]);
+    if (wanted(name)) run_row(row, builds);
+  }
+}
+
+}  // namespace jaxinfer::test

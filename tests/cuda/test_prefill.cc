@@ -1,0 +1,326 @@
+// The warpgroup kernel (attention_wgmma) against the CPU executor on the same plans. Built by build.py.
+//
+//   test_prefill --list | FOLDER [filter [i/n]] | FOLDER sanitize | FOLDER bench [filter[,filter...]
+//   [FOLDER...]]
+//
+// i/n: the i-th of n shares of the cases that the filter lets through. sanitize: one short case of every
+// loader. bench: with kernels of more folders, each with a manifest of its own, beside those of the first.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "bench.h"
+#include "cases.h"
+#include "cpu/executor.h"
+#include "prefill.h"
+
+namespace jaxinfer::test {
+namespace {
+
+constexpr uint32_t kCausal = kRuleSoftmax | kRuleCausal;
+
+enum class Loader { kContiguous, kPages16, kPages8, kGather };
+
+struct PrefillCase : Case {
+  bool sanitize;
+};
+
+// Problems for one kernel: page sizes of one loader, heads, layouts and lengths change.
+class PrefillCases {
+ public:
+  std::vector<PrefillCase> cases;
+
+  void add(Options o, Loader loader, int times) {
+    static constexpr int kPages[4][4] = {{1, 1, 1, 1}, {16, 64, 48, 128}, {8, 24, 40, 8}, {1, 3, 4, 5}};
+    static constexpr const char* kNames[] = {"tma", "box16", "box8", "gather"};
+    const std::pair<int, int> kHeads[] = {{8, 2}, {4, 4}, {6, 2}, {16, 2}, {5, 1}, {14, 2}};
+    for (int i = 0; i < times; ++i) {
+      const int n = number_++;
+      const auto [qo, kv] = kHeads[n % 6];
+      o.num_qo_heads = qo;
+      o.num_kv_heads = kv;
+      o.contiguous = loader == Loader::kContiguous;
+      o.page_size = kPages[static_cast<int>(loader)][i % 4];
+      o.hnd = n % 3 == 1 && !o.contiguous;
+      o.num_layers = n % 4 == 2 ? 2 : 0;
+      o.layer = n % 4 == 2 ? 1 : 0;
+      o.bad_ids = n % 5 == 3 && !o.contiguous;
+      o.batch_invariant = n % 7 == 5;
+      o.num_ctas = n % 2 ? 24 : 7;
+      const int tile = o.classes[0].tile;
+      o.rows = lengths(o.classes[0].packed ? tile / (qo / kv) : tile, n);
+      push(kNames[static_cast<int>(loader)], o);
+    }
+  }
+  void push(const std::string& name, const Options& o, bool sanitize = false) {
+    cases.push_back({{name + " " + describe(o), o}, sanitize});
+  }
+
+ private:
+  int number_ = 0;
+};
+
+std::vector<PrefillCase> make_prefill_cases() {
+  PrefillCases list;
+  const DType bf16 = DType::kBF16;
+  const Loader loaders[] = {Loader::kContiguous, Loader::kPages16, Loader::kPages8, Loader::kGather};
+  for (const Loader loader : loaders) {
+    list.add(base(bf16, 128, 128, {{128, false}}, kCausal), loader, 4);
+    list.add(base(bf16, 128, 128, {{128, true}}, kCausal), loader, 6);
+  }
+  struct Dims {
+    int qk, vo, tile;
+  };
+  const Dims dims[] = {{64, 64, 192},   {40, 56, 192},   {64, 64, 128},   {80, 96, 128},  {96, 72, 128},
+                       {192, 192, 128}, {256, 200, 128}, {256, 256, 128}, {192, 128, 128}};
+  for (const Dims& d : dims) {
+    for (const Loader loader : {Loader::kContiguous, Loader::kPages16, Loader::kGather}) {
+      list.add(base(bf16, d.qk, d.vo, {{d.tile, loader != Loader::kContiguous}}, kCausal), loader, 4);
+    }
+  }
+  list.add(base(bf16, 104, 120, {{128, true}}, kCausal), Loader::kPages16, 3);
+  list.add(base(DType::kF16, 128, 128, {{128, true}}, kCausal), Loader::kPages16, 3);
+  list.add(base(DType::kF16, 64, 64, {{192, true}}, kCausal), Loader::kPages16, 3);
+  constexpr uint32_t kWindows = kCausal | kRuleWindowLeft | kRuleWindowRight;
+  const uint32_t rule_sets[] = {kRuleSoftmax,
+                                kWindows,
+                                kRuleSoftmax | kRuleWindowLeft,
+                                kCausal | kRuleSoftCap,
+                                kRuleSoftmax | kRuleMask,
+                                kWindows | kRuleMask | kRuleSoftCap,
+                                kRuleCausal};
+  for (const uint32_t rules : rule_sets) {
+    list.add(base(bf16, 128, 128, {{128, true}}, rules), Loader::kPages16, 3);
+    list.add(base(bf16, 128, 128, {{128, true}}, rules), Loader::kGather, 3);
+  }
+  list.add(base(bf16, 64, 64, {{192, true}}, kWindows | kRuleMask | kRuleSoftCap), Loader::kGather, 3);
+  list.add(base(bf16, 256, 256, {{128, true}}, kWindows | kRuleMask | kRuleSoftCap), Loader::kGather, 3);
+  // Shared prefixes, block positions, layers outside the pool, extreme and negative scales.
+  for (const int page_size : {16, 8, 5}) {
+    const char* const name = page_size == 16 ? "box16" : page_size == 8 ? "box8" : "gather";
+    Options o = base(bf16, 128, 128, {{128, true}}, kCausal);
+    o.page_size = page_size;
+    o.rows = {{1, 50}, {30, 20}, {0, 0}, {2, 0}, {500, 333}, {100, 900}};
+    o.shared_prefix = 200;
+    list.push(name, o);
+    o.shared_prefix = 0;
+    o.block_pos = true;
+    for (const uint32_t rules : {uint32_t{kRuleSoftmax}, kCausal, kWindows}) {
+      o.rules = rules;
+      list.push(name, o);
+    }
+    o.block_pos = false;
+    o.rules = kCausal;
+    o.num_layers = 3;
+    o.layer = 3;
+    list.push(name, o);
+    o.layer = -1;
+    list.push(name, o);
+    o.num_layers = 0;
+    o.layer = 0;
+    o.scale_k = 60.0f;
+    list.push(name, o);
+    o.scale_k = 1.0f;
+    o.sm_scale = -0.2f;
+    list.push(name, o);
+  }
+  // Short ones: a sanitizer makes everything a hundred times slower. A partly filled block, a whole one,
+  // several.
+  for (const int page_size : {0, 16, 8, 1}) {
+    Options o = base(bf16, 128, 128, {{128, true}}, kCausal);
+    o.contiguous = page_size == 0;
+    o.page_size = o.contiguous ? 1 : page_size;
+    o.num_ctas = 2;
+    o.rows = {{3, 40}, {0, 9}, {20, 128}, {1, 300}};
+    list.push(page_size == 0   ? "tma"
+              : page_size == 1 ? "gather"
+                               : "box" + std::to_string(page_size),
+              o, true);
+  }
+  return list.cases;
+}
+
+void serial(int64_t num_tasks, const std::function<void(int64_t)>& task) {
+  for (int64_t i = 0; i < num_tasks; ++i) task(i);
+}
+
+struct Result {
+  Bytes o;
+  std::vector<float> lse;
+};
+
+Result run_cpu(const Problem& p) {
+  AttentionParams a = p.params;
+  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
+  const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
+  Result result{Bytes(heads * a.head_dim_vo * 2, 0xff), std::vector<float>(heads, NAN)};
+  std::vector<float> partial_o(slots * a.head_dim_vo + 1), partial_max(slots + 1), partial_sum(slots + 1);
+  a.o = result.o.data();
+  a.lse = result.lse.data();
+  a.partial_o = partial_o.data();
+  a.partial_max = partial_max.data();
+  a.partial_sum = partial_sum.data();
+  cpu::attention(a, serial);
+  return result;
+}
+
+Result run_gpu(const PrefillKernels& build, const Problem& p, Merge merge) {
+  AttentionParams a = p.params;
+  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
+  const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
+  Result result{Bytes(heads * a.head_dim_vo * 2), std::vector<float>(heads)};
+  Buffer q(p.q), k(p.k), v(p.v), layer(p.layer), plan(p.plan), kv_indices(p.kv_indices),
+      kv_offset(p.kv_offset), q_pos(p.q_pos), block_pos(p.block_pos), mask_bits(p.mask_bits),
+      mask_indptr(p.mask_indptr), q_start(p.q_start), kv_len(p.kv_len), o(result.o.size()), lse(heads * 4),
+      partial_o(slots * a.head_dim_vo * 4), partial_max(slots * 4), partial_sum(slots * 4);
+  for (Buffer* poisoned : {&o, &lse, &partial_o, &partial_max, &partial_sum}) poisoned->fill(0xff);
+  a.q = q.as<void>();
+  a.k = k.as<void>();
+  a.v = v.as<void>();
+  if (a.layer != nullptr) a.layer = layer.as<int32_t>();
+  a.plan = plan.as<int32_t>();
+  if (a.kv_indices != nullptr) a.kv_indices = kv_indices.as<int32_t>();
+  a.kv_offset = kv_offset.as<int32_t>();
+  a.q_pos = q_pos.as<int32_t>();
+  if (a.block_pos != nullptr) a.block_pos = block_pos.as<int32_t>();
+  a.variant.mask_bits = mask_bits.as<uint8_t>();
+  a.variant.mask_indptr = mask_indptr.as<int32_t>();
+  a.variant.q_start = q_start.as<int32_t>();
+  a.variant.kv_len = kv_len.as<int32_t>();
+  a.o = o.as<void>();
+  a.lse = lse.as<float>();
+  a.partial_o = partial_o.as<float>();
+  a.partial_max = partial_max.as<float>();
+  a.partial_sum = partial_sum.as<float>();
+  launch_wgmma(build, a, nullptr, merge);
+  CHECK_CUDA(cudaDeviceSynchronize());
+  o.read(result.o.data());
+  lse.read(result.lse.data());
+  return result;
+}
+
+// Prints one line; returns whether the case passed.
+bool compare(const Problem& p, const Result& want, const Result& got) {
+  const AttentionParams& a = p.params;
+  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
+  const bool softmax = (a.variant.rules & kRuleSoftmax) != 0;
+  double difference = 0, norm = 0, worst_row = 0, worst_lse = 0;
+  int64_t bad_empty = 0, not_finite = 0, first_bad = -1, bad_rows = 0;
+  for (int64_t i = 0; i < heads; ++i) {
+    double row_difference = 0, row_norm = 0;
+    bool zero = true;
+    const int64_t bad_before = not_finite + bad_empty;
+    for (int d = 0; d < a.head_dim_vo; ++d) {
+      const int64_t at = (i * a.head_dim_vo + d) * 2;
+      const double x = from_element(a.dtype, &got.o[at]), y = from_element(a.dtype, &want.o[at]);
+      if (!std::isfinite(x)) {
+        ++not_finite;
+        continue;
+      }
+      if (x != 0) zero = false;
+      row_difference += (x - y) * (x - y);
+      row_norm += y * y;
+    }
+    difference += row_difference;
+    norm += row_norm;
+    if (row_norm > 0) worst_row = std::max(worst_row, std::sqrt(row_difference / row_norm));
+    if (softmax) {
+      const float x = got.lse[i], y = want.lse[i];
+      if (std::isinf(y) || !std::isfinite(x)) {
+        if (x != y || !zero) ++bad_empty;
+      } else {
+        worst_lse = std::max(worst_lse, std::abs(double{x} - y) / (1.0 + 1e-3 * std::abs(y)));
+      }
+    }
+    if (not_finite + bad_empty > bad_before || row_difference > 0.01 * row_norm) {
+      ++bad_rows;
+      if (first_bad < 0) first_bad = i;
+    }
+  }
+  const double error = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+  const double bound = a.dtype == DType::kF16 ? 1e-3 : 4e-3;
+  const bool ok = not_finite == 0 && bad_empty == 0 && error < bound && worst_lse < 1e-3;
+  // The last figure tells whether another build gives the same bits.
+  uint32_t bits = 2166136261u;
+  for (const uint8_t byte : got.o) bits = (bits ^ byte) * 16777619u;
+  std::printf("%s o %.2e (row %.1e) lse %.0e bits %08x", ok ? "PASS" : "FAIL", error, worst_row, worst_lse,
+              bits);
+  if (!ok) {
+    std::printf("  not finite %ld, empty %ld, bad rows %ld of %ld", static_cast<long>(not_finite),
+                static_cast<long>(bad_empty), static_cast<long>(bad_rows), static_cast<long>(heads));
+    if (first_bad >= 0) {
+      std::printf(", first token %ld head %ld", static_cast<long>(first_bad / a.num_qo_heads),
+                  static_cast<long>(first_bad % a.num_qo_heads));
+    }
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+  return ok;
+}
+
+int main(int argc, char** argv) {
+  const std::vector<PrefillCase> cases = make_prefill_cases();
+  if (argc < 2 || std::strcmp(argv[1], "--list") == 0) {
+    auto print = [](const Options& o, bool portable) {
+      AttentionParams a = spec_params(o);
+      a.page_size = o.page_size;
+      for (int i = 0; i < a.format.num_classes; ++i) {
+        std::printf("%s\n", wgmma_spec(a, i).c_str());
+        if (portable) std::printf("%s\n", attention_spec(a, i).c_str());
+      }
+      std::printf("%s\n", merge_spec(a).c_str());
+    };
+    for (const PrefillCase& c : cases) print(c.options, false);
+    for (const PrefillBench& b : make_prefill_benches()) print(b.options, b.portable);
+    return 0;
+  }
+  const std::string mode = argc > 2 ? argv[2] : "";
+  if (mode == "bench") {
+    std::vector<PrefillKernels> builds;
+    builds.emplace_back(argv[1], "");
+    for (int i = 4; i < argc; ++i) {
+      const std::string folder = argv[i];
+      builds.emplace_back(folder, "/" + folder.substr(folder.rfind('/') + 1));
+    }
+    run_prefill_benches(builds, argc > 3 ? argv[3] : "");
+    return 0;
+  }
+  const PrefillKernels build(argv[1], "");
+  const bool sanitize = mode == "sanitize";
+  int share = 0, shares = 1;
+  if (argc > 3 && std::sscanf(argv[3], "%d/%d", &share, &shares) != 2) return 2;
+  int failed = 0, number_run = 0, matching = 0;
+  uint32_t seed = 1;
+  for (const PrefillCase& c : cases) {
+    ++seed;
+    if (sanitize ? !c.sanitize : c.name.find(mode) == std::string::npos || matching++ % shares != share)
+      continue;
+    ++number_run;
+    running() = c.name;
+    const Problem p = make_problem(c.options, seed);
+    const Result want = run_cpu(p);
+    std::printf("%-92s", c.name.c_str());  // before the launch, which may never end
+    std::fflush(stdout);
+    const Result got = run_gpu(build, p, Merge::kAfter);
+    bool ok = compare(p, want, got);
+    // The same launch again must give the same bits, whenever the merge starts.
+    for (int i = 0; i < 3 && ok && !sanitize; ++i) {
+      const Result again = run_gpu(build, p, Merge::kDependent);
+      if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
+        std::printf("FAIL %s: bits differ between two launches\n", c.name.c_str());
+        ok = false;
+      }
+    }
+    failed += ok ? 0 : 1;
+  }
+  std::printf("%d of %d cases failed\n", failed, number_run);
+  return failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace jaxinfer::test
+
+int main(int argc, char** argv) {
+  return jaxinfer::test::main(argc, argv);
+}
