@@ -26,6 +26,16 @@ def all_host(*arrays: Any) -> bool:
     return not any(isinstance(a, jax.Array) for a in arrays)
 
 
+def is_array(name: str, value: Any) -> None:
+    """Checks that `value` is an array, on the host or on a device.
+
+    Raises:
+      TypeError: it is something else, such as a list.
+    """
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+
+
 def ints(name: str, value: Any, ndim: int) -> Array:
     """`value` as int32 of rank `ndim`: a private numpy copy of host values, jnp of traced ones.
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from . import _args, reference
-from ._args import Array
+from ._args import Array, is_array
 from .ffi import ABSENT, attention_attributes, attention_kernel_attributes, bind, make_primitive
 from .layout import BlockSparse
 from .plan import Plan
@@ -230,6 +230,8 @@ def _check_operands(
     if not isinstance(layout, BlockSparse):
         raise TypeError(f"layout must be a jaxinfer.BlockSparse, got {type(layout).__name__}")
     check_kv_layout(kv_layout)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        is_array(name, x)
     if q.ndim != 3:
         raise ValueError(f"q must be [num_tokens, num_qo_heads, head_dim], got shape {q.shape}")
     if str(q.dtype) not in DTYPES:

@@ -384,7 +384,10 @@ def _check_head_dim(head_dim: Any) -> tuple[int, int]:
 def _check_dtype(dtype: Any, on_gpu: bool) -> str:
     if dtype is None:
         return "bfloat16" if on_gpu else "float32"
-    name = str(np.dtype(dtype).name)
+    try:
+        name = str(np.dtype(dtype).name)
+    except TypeError:
+        raise ValueError(f"dtype must be one of {', '.join(_ELEMENT_SIZE)}, got {dtype!r}") from None
     if name not in _ELEMENT_SIZE:
         raise NotImplementedError(f"dtype {name}; supported: {', '.join(_ELEMENT_SIZE)}")
     return name

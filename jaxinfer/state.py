@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxinfer._args import Array
+from jaxinfer._args import Array, is_array
 
 _LOG2_E = math.log2(math.e)
 
@@ -59,6 +59,8 @@ def merge_many(states: Sequence[AttentionState]) -> AttentionState:
     if not states:
         raise ValueError("merge_many needs at least one state")
     for i, s in enumerate(states):
+        is_array(f"o of state {i}", s.o)
+        is_array(f"lse of state {i}", s.lse)
         if s.o.shape != states[0].o.shape or s.o.dtype != states[0].o.dtype:
             raise ValueError(
                 f"state {i} has o {s.o.dtype}{list(s.o.shape)}, "

@@ -178,7 +178,8 @@ def _soft_cap(value: Any) -> float | None:
     number = float(value)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"logits_soft_cap must be a positive finite number, or None for off; got {number}")
-    # Kernels multiply by the cap and by its reciprocal: float32 must hold both, and not as subnormal numbers.
-    if not 2.0**-126 <= number <= 2.0**126:
-        raise ValueError(f"logits_soft_cap must be from 2**-126 to 2**126 (float32), got {number}")
+    # Kernels multiply by the cap and by its reciprocal in float32: neither may be subnormal, nor may ordinary logits
+    # divided by the cap be, which would be flushed to zero.
+    if not 2.0**-126 <= number <= 2.0**100:
+        raise ValueError(f"logits_soft_cap must be from 2**-126 to 2**100 (float32), got {number}")
     return number

@@ -32,6 +32,7 @@ def small_layout() -> BlockSparse:
         ({"head_dim": 512}, NotImplementedError, "head_dim 512; supported"),
         ({"head_dim": (64, 20)}, NotImplementedError, "head_dim 20; supported"),
         ({"head_dim": (64, 64, 64)}, ValueError, r"head_dim must be an int or \(head_dim_qk, head_dim_vo\)"),
+        ({"dtype": "bf17"}, ValueError, "dtype must be one of float32, float16, bfloat16, got 'bf17'"),
         ({"dtype": "float64"}, NotImplementedError, "dtype float64; supported: float32, float16, bfloat16"),
         ({"schedule": "eft"}, ValueError, r"schedule must be one of \('lpt', 'runs'\), got 'eft'"),
         ({"split_tokens": 40}, ValueError, "split_tokens must be a multiple of 16, got 40"),
