@@ -248,7 +248,7 @@ struct AppendCall {
 
 inline ffi::Error make_params(AppendCall& call, bool hnd, bool has_layer, AppendParams* params) {
   *params = AppendParams{};
-  DType dtype;
+  DType dtype = DType::kF32;
   JAXINFER_RETURN_IF_ERROR(to_dtype(call.k.element_type(), &dtype));
   CacheShape k_shape, v_shape;
   JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.k_pages->dimensions(), hnd, false, has_layer, &k_shape));

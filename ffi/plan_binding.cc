@@ -175,6 +175,11 @@ void bind_plan(nb::module_& m) {
         nb::list out;
         for (int32_t c = 0; c < p.format().num_classes; ++c) out.append(p.format().classes[c].item_capacity);
         return nb::tuple(out);
+      })
+      .def_prop_ro("items", [](const Planner& p) {  // word offset of each class's items
+        nb::list out;
+        for (int32_t c = 0; c < p.format().num_classes; ++c) out.append(p.format().classes[c].items);
+        return nb::tuple(out);
       });
 }
 

@@ -21,6 +21,12 @@ def on_gpu() -> bool:
     return jax.default_backend() in ("gpu", "cuda")
 
 
+@functools.cache
+def on_hopper() -> bool:
+    """Whether calls run on a GPU with warpgroup instructions."""
+    return on_gpu() and getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+
+
 def bounds() -> dict[str, float]:
     """Largest relative error of o against float64, by dtype: the documented accuracy."""
     return {"float32": 2e-5 if on_gpu() else 1e-5, "float16": 1e-3, "bfloat16": 4e-3}

@@ -168,7 +168,6 @@ WRONG_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         r"None or one of .*'reference'.*'cuda'",
     ),
     ("decode without a GPU", {"implementation": "decode"}, NotImplementedError, r"'decode' is a GPU kernel"),
-    ("wgmma without a GPU", {"implementation": "wgmma"}, NotImplementedError, r"'wgmma' is a GPU kernel"),
 ]
 
 
@@ -185,10 +184,11 @@ def test_wrong_calls(changes: dict[str, Any], error: type[Exception], message: s
 
 
 @cpu_only("a GPU has this kernel")
+@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_gpu_kernel_without_a_gpu(traced: bool) -> None:
-    changes = {"implementation": "mma"}
-    test_wrong_calls(changes, NotImplementedError, r"'mma' is a GPU kernel.*\"reference\"", traced)
+def test_a_gpu_kernel_without_a_gpu(traced: bool, kernel: str) -> None:
+    changes = {"implementation": kernel}
+    test_wrong_calls(changes, NotImplementedError, rf"'{kernel}' is a GPU kernel.*\"reference\"", traced)
 
 
 def test_the_unchanged_call_is_valid() -> None:

@@ -53,6 +53,15 @@ def test_contiguous_caches_have_no_boxes() -> None:
     assert chosen(192, 1, contiguous=True, implementation="wgmma").page_box == 0
 
 
+def test_a_tile_too_wide_for_registers_is_refused_when_lowered() -> None:
+    wide = {"head_dim_qk": 256, "head_dim_vo": 256}
+    with pytest.raises(
+        NotImplementedError, match=r"head_dim_vo 256 in tile 192 .*; plan with tiles up to 128"
+    ):
+        chosen(192, **wide)
+    assert chosen(128, **wide).tile == 128
+
+
 @pytest.mark.parametrize(
     ("implementation", "tile"), [("wgmma", 1), ("wgmma", 16), ("wgmma", 64), ("mma", 1), ("mma", 192)]
 )

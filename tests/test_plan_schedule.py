@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend import on_gpu
+from backend import on_gpu, on_hopper
 from plan_executor import ClassView
 from plan_layouts import GROUP_SIZES, Setting, paged_layout, random_layout, random_setting
 
@@ -224,7 +224,8 @@ def test_tiles_come_from_capacities() -> None:
     assert plan_tiles([1] * 8, **llama) == (16,)
     assert plan_tiles([512], **llama) == (128,)
     assert plan_tiles([1, 1, 512], **llama) == (16, 128)
-    assert plan_tiles([1, 1, 512], **{**llama, "head_dim": 256}) == (16, 64)
+    # A tile keeps its output in registers; two warpgroups have more than the portable kernel's warps.
+    assert plan_tiles([1, 1, 512], **{**llama, "head_dim": 256}) == (16, 128 if on_hopper() else 64)
     assert plan_tiles([4, 4], **llama) == (16, 32)
     assert plan_tiles([1], num_qo_heads=71, num_kv_heads=1, head_dim=64) == (128,)
     # A prefix that 16 requests share fits one tile of 64 rows, so that it is read once.

@@ -51,15 +51,16 @@ def _measure(shape: PlanShape, rounds: int) -> list[tuple[str, ...]]:
 
     built = layout()
     plan = _plan(built, shape)
-    _check_coverage(plan, built)
+    planner = _planner(plan)
+    _check_coverage(plan, built, planner.items)
     calls = {
         "layout (jaxinfer.paged)": layout,
         "jaxinfer.plan": lambda: _plan(built, shape),
-        "of which C++": _planner_call(plan, built),
+        "of which C++": _planner_call(planner, plan, built),
     }
     timings = interleaved(calls, rounds=rounds)
     tokens = str(built.num_tokens)
-    items = str(int(plan.data[5 : 5 + len(plan.spec.classes)].sum()))  # csrc/plan/format.h: kHeaderNumItems
+    items = str(sum(_num_items(plan, index) for index in range(len(plan.spec.classes))))
     rows: list[tuple[str, ...]] = []
     for name, t in timings.items():
         quartiles = f"{1e6 * t.low:.1f}-{1e6 * t.high:.1f}"
@@ -78,10 +79,10 @@ def _plan(layout: BlockSparse, shape: PlanShape) -> jaxinfer.Plan:
     )
 
 
-def _planner_call(plan: jaxinfer.Plan, layout: BlockSparse) -> Callable[[], None]:
-    """The compiled planner alone, with the static facts of `plan`."""
+def _planner(plan: jaxinfer.Plan) -> _native.Planner:
+    """The compiled planner with the static facts of `plan`."""
     spec = plan.spec
-    planner = _native.Planner(
+    return _native.Planner(
         classes=[(c.tile, c.packed, c.num_queues, c.num_ctas) for c in spec.classes],
         num_tokens=spec.num_tokens,
         num_rows=spec.num_rows,
@@ -101,7 +102,11 @@ def _planner_call(plan: jaxinfer.Plan, layout: BlockSparse) -> Callable[[], None
         batch_invariant=spec.batch_invariant,
         split_tokens=spec.split_tokens,
     )
-    out = np.empty(spec.num_words, np.int32)
+
+
+def _planner_call(planner: _native.Planner, plan: jaxinfer.Plan, layout: BlockSparse) -> Callable[[], None]:
+    """One run of the planner alone; it must make the same plan."""
+    out = np.empty(plan.spec.num_words, np.int32)
     names = ("q_start", "q_len", "kv_start", "kv_indices", "kv_len", "kv_offset", "q_pos", "block_pos")
     arrays: list[Any] = [getattr(layout, name) for name in names]
 
@@ -114,12 +119,12 @@ def _planner_call(plan: jaxinfer.Plan, layout: BlockSparse) -> Callable[[], None
     return call
 
 
-def _check_coverage(plan: jaxinfer.Plan, layout: BlockSparse) -> None:
+def _check_coverage(plan: jaxinfer.Plan, layout: BlockSparse, items_begin: tuple[int, ...]) -> None:
     """The items list for every token all KV tokens that causal lets it see, and no more than its row has."""
     seen = np.zeros(layout.num_tokens, np.int64)
     for index, c in enumerate(plan.spec.classes):
-        begin, count = _class_words(plan, index)
-        items = plan.data[begin : begin + 8 * c.item_capacity].reshape(-1, 8)[:count]
+        begin = items_begin[index]
+        items = plan.data[begin : begin + 8 * c.item_capacity].reshape(-1, 8)[: _num_items(plan, index)]
         for token, kv_begin, kv_end, flags in items[:, [0, 1, 2, 7]]:
             seen[token : token + (flags & 0xFFFF)] += kv_end - kv_begin
     wrong = (seen <= layout.q_pos) | (seen > np.repeat(layout.kv_len, layout.q_len))
@@ -128,12 +133,6 @@ def _check_coverage(plan: jaxinfer.Plan, layout: BlockSparse) -> None:
         raise ValueError(f"the plan lists {seen[token]} KV tokens for token {token} at {layout.q_pos[token]}")
 
 
-def _class_words(plan: jaxinfer.Plan, index: int) -> tuple[int, int]:
-    """Word where a class's items begin, and how many are in use (the layout of csrc/plan/format.h)."""
-    word = 16
-    for i, c in enumerate(plan.spec.classes):
-        word += -(-(c.num_queues + 1) // 4) * 4
-        if i == index:
-            break
-        word += 8 * c.item_capacity
-    return word, int(plan.data[5 + index])
+def _num_items(plan: jaxinfer.Plan, index: int) -> int:
+    """Items of a class in use: kHeaderNumItems of csrc/plan/format.h."""
+    return int(plan.data[5 + index])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .render import holes
+from .render import holes, render
 from .spec import FunctorSource, KernelSpec, join, padded_head_dim
 
 _RULE_SOFTMAX = 32  # of `enum Rule` in csrc/params.h: all that the merge needs to know
@@ -53,19 +53,20 @@ def attention_kernels(
     specs = []
     for tile, packed in classes:
         kernel = _kernel(dtype, tile, implementation)
-        specs.append(
-            KernelSpec(
-                kernel=kernel,
-                dtype=dtype,
-                tile=tile,
-                packed=packed,
-                contiguous=contiguous,
-                page_box=0 if kernel == "attention_mma" else _page_box(tile, contiguous, page_size),
-                rules=rules,
-                functor=functor,
-                **dims,
-            )
+        spec = KernelSpec(
+            kernel=kernel,
+            dtype=dtype,
+            tile=tile,
+            packed=packed,
+            contiguous=contiguous,
+            page_box=0 if kernel == "attention_mma" else _page_box(tile, contiguous, page_size),
+            rules=rules,
+            functor=functor,
+            **dims,
         )
+        if tile == 192:  # Hopper's alone, so whether it can be built is known now
+            render(spec, "sm_90a")
+        specs.append(spec)
     if merges:
         specs.append(
             KernelSpec(

@@ -198,7 +198,9 @@ def wgmma_config(
         if block_kv * 3 // 4 <= room and smem <= _SMEM_PER_MULTIPROCESSOR[90] - _SMEM_RESERVED:
             break
     else:
-        raise NotImplementedError(f"head_dim_vo {head_dim_vo} in tile {tile} does not fit into registers")
+        raise NotImplementedError(
+            f"head_dim_vo {head_dim_vo} in tile {tile} does not fit into registers; plan with tiles up to 128"
+        )
     # A producer's and a consumer's. A CTA holds what it was launched with, whole eights per thread (168 for 384
     # threads): a warpgroup that asks for more than is left of that waits for ever.
     registers = (56, 224) if gather else (40, 232)
