@@ -171,11 +171,13 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("num_words", [](const Planner& p) { return p.format().num_words; })
       .def_prop_ro("merge_capacity", [](const Planner& p) { return p.format().merge_capacity; })
       .def_prop_ro("slot_capacity", [](const Planner& p) { return p.format().slot_capacity; })
-      .def_prop_ro("item_capacity", [](const Planner& p) {
-        nb::list out;
-        for (int32_t c = 0; c < p.format().num_classes; ++c) out.append(p.format().classes[c].item_capacity);
-        return nb::tuple(out);
-      })
+      .def_prop_ro("item_capacity",
+                   [](const Planner& p) {
+                     nb::list out;
+                     for (int32_t c = 0; c < p.format().num_classes; ++c)
+                       out.append(p.format().classes[c].item_capacity);
+                     return nb::tuple(out);
+                   })
       .def_prop_ro("items", [](const Planner& p) {  // word offset of each class's items
         nb::list out;
         for (int32_t c = 0; c < p.format().num_classes; ++c) out.append(p.format().classes[c].items);

@@ -157,6 +157,13 @@ JAXINFER_DEVICE void allow_next_kernel() {
 #endif
 }
 
+// Of the device, or a few more.
+JAXINFER_DEVICE uint32_t num_multiprocessors() {
+  uint32_t x;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(x));
+  return x;
+}
+
 // ---- fragments ----
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
