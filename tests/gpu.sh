@@ -108,6 +108,10 @@ sanitize() {
   [ -x "$kernels/test_kernels" ] || "$python" -P tests/cuda/build.py "$kernels" "${ARCH:-sm_90a}" || return 1
   # All of it ends within 8 minutes: what takes too long fails.
   local end=$((SECONDS + 450)) begin
+  # As far as the reports of CUDA 13.0 show, racecheck follows an mbarrier from the threads that arrive, not from the lanes
+  # whose accesses a __syncwarp puts before that arrival. What its cases use of a block's description is written and read by
+  # arriving lanes alone. A layout with positions and masks of absent pages are read by all lanes: there it would report
+  # what is no race, and step delays is the check.
   for tool in memcheck racecheck synccheck; do
     echo "-- $tool of the kernels against the CPU executor"
     begin=$SECONDS
@@ -142,7 +146,7 @@ for name in "${steps[@]}"; do
     suite) TAIL=90 step suite test_files -m "not model" -- $(ls tests/test_*.py | grep -v test_gpu) ;;
     two) TAIL=30 step two pytest tests/test_gpu_programs.py -k "two_devices or second_device" ;;
     delays) TAIL=20 step delays run_delays ;;
-    sanitize) TAIL=30 step sanitize sanitize ;;
+    sanitize) TAIL=60 step sanitize sanitize ;;
     bench)  # PEERS: a folder with FlashInfer and flash-attn3-jax, which GPU machines lack
       for table in decode prefill; do
         TAIL=60 step "bench-$table" env PYTHONPATH="$site${PEERS:+:$PEERS}" \

@@ -309,9 +309,10 @@ class WgmmaConsumer {
   JAXINFER_DEVICE const int* positions() const {
     return reinterpret_cast<const int*>(memory_ + Shared::kPositions) + k_slot_.stage() * kBlock;
   }
-  // Whether every column of the block whose keys came is there.
+  // In lane 0, which gives the slot back: whether every column of the block whose keys came is there. True in
+  // other lanes: racecheck would not see that their reads end before lane 0 arrives, see describe().
   JAXINFER_DEVICE bool all_present() const {
-    if constexpr (!kPaged) return true;
+    if (!kPaged || lane() != 0) return true;
     const uint4 words = reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage()];
     return (words.x & words.y & words.z & words.w) == ~0u;
   }
@@ -319,6 +320,7 @@ class WgmmaConsumer {
   // Logits and masks of a block whose products are done; then its keys are given back. `all_there` was read
   // before the wait for the products, which hides the way to shared memory.
   JAXINFER_DEVICE void finish_scores(int begin, float (&s)[4 * kColumns], bool all_there, bool last) {
+    if constexpr (kPaged) all_there = __all_sync(kFullWarp, all_there);
     if constexpr (Variant::kLogits || !Variant::kSoftmax) {
       apply_logits(begin, s);
     } else if (params_.variant.sm_scale < 0.0f) {

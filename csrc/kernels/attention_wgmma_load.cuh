@@ -343,21 +343,30 @@ class WgmmaProducer {
       }
     } else if (warp_ == 0) {
       constexpr int kPerWord = 32 / Config::kPageBox;
-      uint32_t word = 0;
-#pragma unroll
-      for (int b = 0; b < kPerWord; ++b) {
-        const int box = (lane_ & 3) * kPerWord + b;
-        const bool counts = box >= Config::kBlockKV / Config::kPageBox || (there >> box & 1) != 0;
-        word |= counts ? ((1u << Config::kPageBox) - 1) << (b * Config::kPageBox) : 0u;
+      const uint32_t boxes = there | ~0u << (Config::kBlockKV / Config::kPageBox);
+      // The lane that announces the bytes of K, so that its own arrival publishes the words: racecheck
+      // follows a barrier from the threads that arrive, not through a __syncwarp before.
+      if (elect_lane()) {
+        *reinterpret_cast<uint4*>(words) =
+            make_uint4(box_rows(boxes), box_rows(boxes >> kPerWord), box_rows(boxes >> 2 * kPerWord),
+                       box_rows(boxes >> 3 * kPerWord));
       }
-      if (lane_ < 4) words[lane_] = word;
       if (has_positions && lane_ < kLanes) {
         for (int r = 0; r < Config::kPageBox; ++r) {
           positions[lane_ * Config::kPageBox + r] = position + r;
         }
       }
     }
-    __syncwarp();
+    __syncwarp();  // what other lanes wrote comes before the arrival of the one that publishes it
+  }
+  // A word of rows from the lowest bits of `boxes`, each kPageBox times: copies of all bits, every one so far
+  // up that its own bit of them stands at its first row. One lane makes four words, so a loop would cost.
+  static JAXINFER_DEVICE uint32_t box_rows(uint32_t boxes) {
+    static_assert(Config::kPageBox == 8 || Config::kPageBox == 16, "copies without overlap");
+    constexpr uint32_t kCopies = Config::kPageBox == 8 ? 0x00204081u : 0x00008001u;
+    constexpr uint32_t kFirstRows = Config::kPageBox == 8 ? 0x01010101u : 0x00010001u;
+    const uint32_t bits = boxes & ((1u << (32 / Config::kPageBox)) - 1);
+    return (bits * kCopies & kFirstRows) * ((1u << Config::kPageBox) - 1);
   }
 
   static constexpr int kLanes =
