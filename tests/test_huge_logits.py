@@ -1,5 +1,5 @@
-"""Logits too large for float32 to resolve what exp needs are still exact softmax: on every tile, with and without partial
-states, against float64. Logits of ordinary size are for test_accuracy.py.
+"""Logits too large for float32 to resolve what exp needs are still exact softmax, on every tile, with partial states
+and without, against float64. Logits of ordinary size are for test_accuracy.py.
 """
 
 from __future__ import annotations
