@@ -135,11 +135,9 @@ class MmaAttention {
   // Fragments hold q.k; with a negative scale Q is negated, so that the largest product is the largest logit.
   JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
   JAXINFER_DEVICE uint32_t sign_bits() const { return params_.variant.sm_scale < 0.0f ? Type::kSignBits : 0; }
-  // Of fragments to base-2 exponents. A zero would turn -inf into NaN; the number in its place still makes
-  // every weight 1.
-  JAXINFER_DEVICE float scale() const {
-    return Variant::kLogits ? kLog2e : fmaxf(logit_scale() * kLog2e, 1e-36f);
-  }
+  // Of fragments to logits and to base-2 exponents; the variant's fragments are logits already.
+  JAXINFER_DEVICE float fragment_scale() const { return Variant::kLogits ? 1.0f : logit_scale(); }
+  JAXINFER_DEVICE float scale() const { return exponent_scale(fragment_scale()); }
 
   JAXINFER_DEVICE Row make_row(int i) const { return query_row(params_, rows_, i); }
   // Tile row of this thread's fragment row r.
@@ -347,10 +345,11 @@ class MmaAttention {
           states[s] = shared_states()[s * Config::kTile + row];
           m = fmaxf(m, states[s].x);
         }
-        const float shift = __fmul_rn(finite_max(m), scale());
+        const float base = row_base(m, scale());
+        const float shift = rounded_shift(m - base, scale());
 #pragma unroll
         for (int s = 0; s < Config::kStreams; ++s) {
-          const float factor = rescale_factor(states[s].x, scale(), shift);
+          const float factor = rescale_factor(states[s].x - base, scale(), shift);
           l = fmaf(states[s].y, factor, l);
           add(x[s], factor, sums);
         }
@@ -422,13 +421,12 @@ class MmaAttention {
   JAXINFER_DEVICE float store_state(int64_t at, bool writes, float m, float l) {
     if constexpr (!Variant::kSoftmax) return 1.0f;
     const bool empty = l == 0.0f;
+    const float largest = empty ? -infinity() : m * fragment_scale();
     if (is_final()) {
-      if (writes) params_.lse[at] = natural_lse(m, scale(), l);
+      if (writes) params_.lse[at] = natural_lse(largest, l);
       return empty ? 0.0f : 1.0f / l;  // a row that saw nothing has o = 0 exactly, whatever its sums hold
     }
-    // Sums are relative to the rounded m * scale; the difference to the largest logit goes into them.
-    const float largest = empty ? -infinity() : Variant::kLogits ? m : m * logit_scale();
-    const float factor = empty ? 1.0f : exp2_fast(-fmaf(largest, kLog2e, -__fmul_rn(m, scale())));
+    const float factor = empty ? 1.0f : partial_factor(m, scale(), fragment_scale(), largest);
     if (writes) {
       params_.partial_max[at] = largest;
       params_.partial_sum[at] = l * factor;

@@ -84,11 +84,9 @@ class WgmmaConsumer {
   JAXINFER_DEVICE const Item& item() const { return state_.cursor.item; }
 
   JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
-  // Of score fragments to base-2 exponents. A zero would turn -inf into NaN; the number in its place still
-  // makes every weight 1.
-  JAXINFER_DEVICE float scale() const {
-    return Variant::kLogits ? kLog2e : fmaxf(logit_scale() * kLog2e, 1e-36f);
-  }
+  // Of score fragments to logits and to base-2 exponents; the variant's fragments are logits already.
+  JAXINFER_DEVICE float fragment_scale() const { return Variant::kLogits ? 1.0f : logit_scale(); }
+  JAXINFER_DEVICE float scale() const { return exponent_scale(fragment_scale()); }
 
   JAXINFER_DEVICE Row make_row(int i) const {
     const int token = item().token_begin + rows_.token(i);
@@ -426,6 +424,8 @@ class WgmmaConsumer {
   JAXINFER_DEVICE void weigh(float (&s)[4 * kColumns], float (&factor)[2]) {
     if constexpr (Variant::kSoftmax) {
       const float scale = this->scale();
+      float earlier[2];
+      float shift[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float m = softmax_.m[r];
@@ -435,15 +435,32 @@ class WgmmaConsumer {
         // Sums may stay relative to an older maximum until it is 2^8 too small: weights up to 256 are as
         // exact, and o is multiplied a few times per item instead of once per block.
         if (kStaleMax && (m - softmax_.m[r]) * scale <= 8.0f) m = softmax_.m[r];
-        const float shift = __fmul_rn(finite_max(m), scale);
-        factor[r] = rescale_factor(softmax_.m[r], scale, shift);
+        earlier[r] = softmax_.m[r];
         softmax_.m[r] = m;
+        shift[r] = rounded_shift(m, scale);
+      }
+      if (__any_sync(kFullWarp, is_huge(shift[0]) || is_huge(shift[1]))) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float base = row_base(softmax_.m[r], scale);
+          earlier[r] -= base;
+          shift[r] = rounded_shift(softmax_.m[r] - base, scale);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            s[4 * j + 2 * r] -= base;
+            s[4 * j + 2 * r + 1] -= base;
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = rescale_factor(earlier[r], scale, shift[r]);
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            s[4 * j + e] = exp2_fast(fmaf(s[4 * j + e], scale, -shift));
+            s[4 * j + e] = exp2_fast(fmaf(s[4 * j + e], scale, -shift[r]));
             sum += s[4 * j + e];
           }
         }
@@ -470,20 +487,19 @@ class WgmmaConsumer {
       const bool real = i < rows_.num_rows();
       const int64_t first = final ? item().token_begin : item().out;
       const int64_t at = real ? (first + rows_.token(i)) * params_.num_qo_heads + rows_.qo_head(i) : 0;
-      float inverse = 1.0f;
+      float inverse = 1.0f;  // of the row's sums
       if constexpr (Variant::kSoftmax) {
         const float m = softmax_.m[r];
         const float l = softmax_.l[r];
         const bool empty = l == 0.0f;
         const bool writes = real && (lane() & 3) == 0;
+        const float largest = empty ? -infinity() : m * fragment_scale();
         if (final) {
           // A row that saw nothing has o = 0 exactly, whatever its sums hold.
           inverse = empty ? 0.0f : 1.0f / l;
-          if (writes) params_.lse[at] = natural_lse(m, scale(), l);
+          if (writes) params_.lse[at] = natural_lse(largest, l);
         } else {
-          // Sums are relative to the rounded m * scale; the difference to the largest logit goes into them.
-          const float largest = empty ? -infinity() : Variant::kLogits ? m : m * logit_scale();
-          if (!empty) inverse = exp2_fast(-fmaf(largest, kLog2e, -__fmul_rn(m, scale())));
+          if (!empty) inverse = partial_factor(m, scale(), fragment_scale(), largest);
           if (writes) {
             params_.partial_max[at] = largest;
             params_.partial_sum[at] = l * inverse;
@@ -497,7 +513,8 @@ class WgmmaConsumer {
 #pragma unroll
         for (int j = 0; j < kPieces; ++j) {
           if (8 * j < params_.head_dim_vo) {
-            *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o_[4 * j + 2 * r], o_[4 * j + 2 * r + 1]);
+            *reinterpret_cast<float2*>(to + 8 * j) =
+                make_float2(o_[4 * j + 2 * r] * inverse, o_[4 * j + 2 * r + 1] * inverse);
           }
         }
       }

@@ -73,7 +73,8 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
       }
       // A piece that saw nothing is left out: whatever its o holds cannot leak.
       const bool empty = sum == 0.0f;
-      weight = empty ? -1.0f : exp2_fast((max - m) * kLog2e);
+      // Equal ones may be infinite, where logits exceed float32.
+      weight = empty ? -1.0f : max == m ? 1.0f : exp2_fast((max - m) * kLog2e);
       total = empty ? total : fmaf(weight, sum, total);
     }
 #pragma unroll

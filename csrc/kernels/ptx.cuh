@@ -12,6 +12,7 @@ namespace jaxinfer {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLargestFloat = 3.40282347e38f;
 constexpr uint32_t kFullWarp = 0xffffffffu;
 constexpr int32_t kInt32Max = 2147483647;
 constexpr int32_t kInt32Min = -2147483647 - 1;

@@ -36,9 +36,34 @@ struct SoftmaxState {
   }
 };
 
-// Factor of sums that were taken relative to m, once they are relative to `shift` = finite_max(new m) *
-// scale, rounded.
-// __fmul_rn keeps the products from being fused: every exponent must subtract the same rounded number.
+// Of x to base-2 exponents, where logits are x * logit_scale. A zero would turn an x of -inf into NaN, and an
+// infinity one that is the maximum. The numbers in their places still make all weights 1, and those of all
+// but the maximum 0.
+JAXINFER_DEVICE float exponent_scale(float logit_scale) {
+  return fminf(fmaxf(logit_scale * kLog2e, 1e-36f), kLargestFloat);
+}
+
+// A weight is 2^(x * scale - shift), shift = m * scale rounded. What rounding leaves is common to a row's
+// sums and cancels, if it is small: at 2^31 it exceeds the range of exp2, and m * scale itself may overflow.
+// So from kMaxShift on a row is huge and its x are taken relative to m first, which leaves a shift of 0: the
+// difference is exact where the weight does not vanish. At this bound rounding leaves 2^-12 at most, so that
+// rows may come from one form to the other without a correction of their sums.
+constexpr float kMaxShift = 4096.0f;
+
+// __fmul_rn keeps the product from being fused: every exponent must subtract the same rounded number.
+JAXINFER_DEVICE float rounded_shift(float m, float scale) {
+  return __fmul_rn(finite_max(m), scale);
+}
+JAXINFER_DEVICE bool is_huge(float shift) {
+  return fabsf(shift) > kMaxShift;
+}
+// What the x of a row are taken relative to first.
+JAXINFER_DEVICE float row_base(float m, float scale) {
+  return is_huge(rounded_shift(m, scale)) ? m : 0.0f;
+}
+
+// Factor of sums that were taken relative to m, once they are relative to `shift`; m is relative to the base
+// of the new maximum.
 JAXINFER_DEVICE float rescale_factor(float m, float scale, float shift) {
   return m == -infinity() ? 0.0f : exp2_fast(__fmul_rn(m, scale) - shift);
 }
@@ -48,38 +73,70 @@ JAXINFER_DEVICE float rescale_factor(float m, float scale, float shift) {
 template <int kFragments, int kColumns>
 JAXINFER_DEVICE bool update_softmax(float (&s)[kFragments][kColumns][4], float scale,
                                     SoftmaxState<2 * kFragments>& state, float (&factor)[2 * kFragments]) {
-  bool changed = false;
+  constexpr int kRows = 2 * kFragments;
+  float earlier[kRows];
+  float shift[kRows];
+  bool huge = false;
 #pragma unroll
-  for (int f = 0; f < kFragments; ++f) {
+  for (int r = 0; r < kRows; ++r) {
+    const int e = 2 * (r & 1);
+    float largest = fmaxf(s[r >> 1][0][e], s[r >> 1][0][e + 1]);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = 2 * f + h;
-      float largest = fmaxf(s[f][0][2 * h], s[f][0][2 * h + 1]);
+    for (int j = 1; j < kColumns; ++j) {
+      largest = fmaxf(largest, fmaxf(s[r >> 1][j][e], s[r >> 1][j][e + 1]));
+    }
+    earlier[r] = state.m[r];
+    state.m[r] = fmaxf(state.m[r], quad_max(largest));
+    shift[r] = rounded_shift(state.m[r], scale);
+    huge |= is_huge(shift[r]);
+  }
+  // One question for all rows, so that those of ordinary size pay for nothing else.
+  if (__any_sync(kFullWarp, huge)) {
 #pragma unroll
-      for (int j = 1; j < kColumns; ++j) largest = fmaxf(largest, fmaxf(s[f][j][2 * h], s[f][j][2 * h + 1]));
-      const float m = fmaxf(state.m[r], quad_max(largest));
-      const float shift = __fmul_rn(finite_max(m), scale);
-      factor[r] = rescale_factor(state.m[r], scale, shift);
-      changed |= factor[r] != 1.0f;
-      state.m[r] = m;
-      float sum = 0.0f;
+    for (int r = 0; r < kRows; ++r) {
+      const float base = row_base(state.m[r], scale);
+      earlier[r] -= base;
+      shift[r] = rounded_shift(state.m[r] - base, scale);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
-        for (int e = 2 * h; e < 2 * h + 2; ++e) {
-          s[f][j][e] = exp2_fast(fmaf(s[f][j][e], scale, -shift));
-          sum += s[f][j][e];
-        }
+        for (int e = 2 * (r & 1); e < 2 * (r & 1) + 2; ++e) s[r >> 1][j][e] -= base;
       }
-      state.l[r] = fmaf(state.l[r], factor[r], sum);
     }
+  }
+  bool changed = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    factor[r] = rescale_factor(earlier[r], scale, shift[r]);
+    changed |= factor[r] != 1.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 2 * (r & 1); e < 2 * (r & 1) + 2; ++e) {
+        float& x = s[r >> 1][j][e];
+        x = exp2_fast(fmaf(x, scale, -shift[r]));
+        sum += x;
+      }
+    }
+    state.l[r] = fmaf(state.l[r], factor[r], sum);
   }
   return changed;
 }
 
-// Natural log of the row's sum of exponentials.
-JAXINFER_DEVICE float natural_lse(float m, float scale, float l) {
-  return l > 0.0f ? (m * scale + log2_fast(l)) * kLn2 : -infinity();
+// Factor of a row's sums that makes them relative to `largest` = m * logit_scale, rounded, which other pieces
+// of the row can be compared with. Logits beyond 2^24 cannot hold what rounding left; there the bound keeps
+// the sums finite.
+JAXINFER_DEVICE float partial_factor(float m, float scale, float logit_scale, float largest) {
+  constexpr float kBound = 16.0f;
+  const float shift = rounded_shift(m, scale);
+  const float huge = fminf(fmaxf(fmaf(m, logit_scale, -largest) * kLog2e, -kBound), kBound);
+  return exp2_fast(is_huge(shift) ? huge : -fmaf(largest, kLog2e, -shift));
+}
+
+// Natural log of the row's sum of exponentials; `largest` as above.
+JAXINFER_DEVICE float natural_lse(float largest, float l) {
+  return l > 0.0f ? fmaf(log2_fast(l), kLn2, largest) : -infinity();
 }
 
 }  // namespace jaxinfer
