@@ -1,0 +1,113 @@
+// The end of an item in the warpgroup kernel: a consumer's rows of o and lse, or of a partial state, go from
+// registers to global memory. How they came about is not here (attention_wgmma_consume.cuh).
+#pragma once
+
+#include "kernels/sm90_wgmma.cuh"
+#include "kernels/softmax.cuh"
+#include "kernels/variant.cuh"
+
+namespace jaxinfer {
+
+// Consumer knows its item and its rows; softmax and o are those of this thread.
+template <class Config, class Variant, class Consumer>
+class WgmmaStore {
+  using Type = Element<Config::kDType>;
+  static constexpr int kPieces = Config::kHeadDimVo / 8;
+
+ public:
+  JAXINFER_DEVICE WgmmaStore(const AttentionParams& params, const VariantOperands& operands,
+                             const Consumer& consumer, const SoftmaxState<2>& softmax,
+                             const float (&o)[4 * kPieces])
+      : params_(params), operands_(operands), consumer_(consumer), softmax_(softmax), o_(o) {}
+
+  // Writes this thread's rows: the final o and lse, or partial ones in float32.
+  JAXINFER_DEVICE void store() const {
+    const bool final = consumer_.item().out < 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = consumer_.tile_row(r);
+      // The four lanes of a row stay together.
+      const auto& rows = consumer_.rows();
+      const bool real = i < rows.num_rows();
+      const int64_t first = final ? consumer_.item().token_begin : consumer_.item().out;
+      const int64_t at = real ? (first + rows.token(i)) * params_.num_qo_heads + rows.qo_head(i) : 0;
+      float inverse = 1.0f;  // of the row's sums
+      if constexpr (Variant::kSoftmax) {
+        const float m = softmax_.m[r];
+        const float l = softmax_.l[r];
+        const bool empty = l == 0.0f;
+        const bool writes = real && (consumer_.lane() & 3) == 0;
+        const float largest = empty ? -infinity() : m * consumer_.fragment_scale();
+        if (final) {
+          // A row that saw nothing has o = 0 exactly, whatever its sums hold.
+          inverse = empty ? 0.0f : 1.0f / l;
+          if (writes) params_.lse[at] = natural_lse(largest, l);
+        } else {
+          if (!empty) inverse = partial_factor(m, consumer_.scale(), consumer_.fragment_scale(), largest);
+          if (writes) {
+            params_.partial_max[at] = largest;
+            params_.partial_sum[at] = l * inverse;
+          }
+        }
+      }
+      if (final) {
+        store_final(r, i, real, at, inverse);
+      } else if (real) {
+        float* const to = params_.partial_o + at * params_.head_dim_vo + 2 * (consumer_.lane() & 3);
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          if (8 * j < params_.head_dim_vo) {
+            *reinterpret_cast<float2*>(to + 8 * j) =
+                make_float2(o_[4 * j + 2 * r] * inverse, o_[4 * j + 2 * r + 1] * inverse);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // One row of o. Four lanes hold two columns each of every piece of eight; they exchange them so that each
+  // writes 16 bytes at once.
+  JAXINFER_DEVICE void store_final(int r, int i, bool real, int64_t at, float inverse) const {
+    const int quarter = consumer_.lane() & 3;
+    uint16_t* const to = static_cast<uint16_t*>(params_.o) + at * params_.head_dim_vo + 8 * quarter;
+    const Row row = Variant::kOutput && real ? consumer_.make_row(i) : Row{};
+#pragma unroll
+    for (int j = 0; j < kPieces; j += 4) {
+      uint32_t x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float pair[2] = {o_[4 * (j + e) + 2 * r] * inverse, o_[4 * (j + e) + 2 * r + 1] * inverse};
+        if constexpr (Variant::kOutput) {
+          const int column = 8 * (j + e) + 2 * quarter;
+          if (real && column < params_.head_dim_vo)
+            Variant(params_, operands_, row).output(pair, column, row);
+        }
+        x[e] = Type::pack_pair(pair[0], pair[1]);
+      }
+      exchange(x, quarter & 1, 1, 0, 1, 2, 3);
+      exchange(x, quarter >> 1, 2, 0, 2, 1, 3);
+      if (real && 8 * (j + quarter) < params_.head_dim_vo) {
+        *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+  // A step of a transposition between lanes that differ in bit `mask`: `upper` lanes give their a and c for
+  // the others' b and d.
+  static JAXINFER_DEVICE void exchange(uint32_t (&x)[4], int upper, int mask, int a, int b, int c, int d) {
+    const uint32_t first = __shfl_xor_sync(kFullWarp, upper != 0 ? x[a] : x[b], mask);
+    const uint32_t second = __shfl_xor_sync(kFullWarp, upper != 0 ? x[c] : x[d], mask);
+    x[a] = upper != 0 ? first : x[a];
+    x[b] = upper != 0 ? x[b] : first;
+    x[c] = upper != 0 ? second : x[c];
+    x[d] = upper != 0 ? x[d] : second;
+  }
+
+  const AttentionParams& params_;
+  const VariantOperands& operands_;
+  const Consumer& consumer_;
+  const SoftmaxState<2>& softmax_;
+  const float (&o_)[4 * kPieces];
+};
+
+}  // namespace jaxinfer
