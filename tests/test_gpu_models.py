@@ -5,6 +5,7 @@ SmolLM2 comes from $JAXINFER_MODEL: a GGUF file, or a folder with one or with it
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from gpu_cases import run_python
 
+from jaxinfer.bench.step import LLAMA_8B
 from jaxinfer.models import Generator, LlamaConfig, Model, init_params
 
 pytestmark = pytest.mark.gpu
@@ -110,16 +112,5 @@ def test_a_model_of_8b_shape_decodes_in_place() -> None:
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     if limit < 60 * 2**30:
         pytest.skip(f"needs 60 GiB of GPU memory, there are {limit / 2**30:.0f}")
-    config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_qo_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        max_position=8192,
-    )
+    config = dataclasses.replace(LLAMA_8B, vocab_size=2048, max_position=8192)
     decode_in_place(config, 64, num_pages=64 * 10, chunk_tokens=1024)

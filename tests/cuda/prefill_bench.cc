@@ -76,15 +76,7 @@ void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
   const ClassFormat& cls = request.format.classes[0];
   request.costs[0] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
   fill_capacities(&request);
-  LayoutView layout{};
-  layout.q_start = p.q_start.data();
-  layout.q_len = p.q_len.data();
-  layout.kv_start = p.kv_start.data();
-  layout.kv_indices = p.kv_indices.data();
-  layout.kv_len = p.kv_len.data();
-  layout.kv_offset = p.kv_offset.data();
-  layout.q_pos = p.q_pos.data();
-  layout.kv_indices_capacity = static_cast<int64_t>(p.kv_indices.size());
+  const LayoutView layout = layout_view(p, false);
   Ints plan(request.format.num_words + 4);
   make_plan(layout, request, plan.data());
   c->slots = plan[kHeaderNumSlots];

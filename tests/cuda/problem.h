@@ -203,6 +203,21 @@ inline Bytes make_pool(const Options& o, const Problem& p, int64_t num_pages, in
   return pool;
 }
 
+// What the planner sees of a problem.
+inline LayoutView layout_view(const Problem& p, bool with_block_pos) {
+  LayoutView layout{};
+  layout.q_start = p.q_start.data();
+  layout.q_len = p.q_len.data();
+  layout.kv_start = p.kv_start.data();
+  layout.kv_indices = p.kv_indices.data();
+  layout.kv_len = p.kv_len.data();
+  layout.kv_offset = p.kv_offset.data();
+  layout.q_pos = p.q_pos.data();
+  layout.block_pos = with_block_pos ? p.block_pos.data() : nullptr;
+  layout.kv_indices_capacity = static_cast<int64_t>(p.kv_indices.size());
+  return layout;
+}
+
 // What every problem needs beside its data, from make_layout's arrays: the plan, and the facts and host
 // pointers of the call. `fine`: small problems are cut into pieces, too.
 inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine) {
@@ -242,16 +257,7 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
     }
   }
   fill_capacities(&request);
-  LayoutView layout{};
-  layout.q_start = p.q_start.data();
-  layout.q_len = p.q_len.data();
-  layout.kv_start = p.kv_start.data();
-  layout.kv_indices = p.kv_indices.data();
-  layout.kv_len = p.kv_len.data();
-  layout.kv_offset = p.kv_offset.data();
-  layout.q_pos = p.q_pos.data();
-  layout.block_pos = o.block_pos ? p.block_pos.data() : nullptr;
-  layout.kv_indices_capacity = static_cast<int64_t>(p.kv_indices.size());
+  const LayoutView layout = layout_view(p, o.block_pos);
   p.plan.resize(request.format.num_words + 4);
   while (reinterpret_cast<uintptr_t>(p.plan.data()) % 16 != 0) p.plan = Ints(p.plan);
   make_plan(layout, request, p.plan.data());

@@ -12,7 +12,7 @@
 
 #include "bench.h"
 #include "cases.h"
-#include "cpu/executor.h"
+#include "execute.h"
 #include "prefill.h"
 
 namespace jaxinfer::test {
@@ -141,65 +141,6 @@ std::vector<PrefillCase> make_prefill_cases() {
   return list.cases;
 }
 
-void serial(int64_t num_tasks, const std::function<void(int64_t)>& task) {
-  for (int64_t i = 0; i < num_tasks; ++i) task(i);
-}
-
-struct Result {
-  Bytes o;
-  std::vector<float> lse;
-};
-
-Result run_cpu(const Problem& p) {
-  AttentionParams a = p.params;
-  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
-  const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
-  Result result{Bytes(heads * a.head_dim_vo * 2, 0xff), std::vector<float>(heads, NAN)};
-  std::vector<float> partial_o(slots * a.head_dim_vo + 1), partial_max(slots + 1), partial_sum(slots + 1);
-  a.o = result.o.data();
-  a.lse = result.lse.data();
-  a.partial_o = partial_o.data();
-  a.partial_max = partial_max.data();
-  a.partial_sum = partial_sum.data();
-  cpu::attention(a, serial);
-  return result;
-}
-
-Result run_gpu(const PrefillKernels& build, const Problem& p, Merge merge) {
-  AttentionParams a = p.params;
-  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
-  const int64_t slots = int64_t{a.format.slot_capacity} * a.num_qo_heads;
-  Result result{Bytes(heads * a.head_dim_vo * 2), std::vector<float>(heads)};
-  Buffer q(p.q), k(p.k), v(p.v), layer(p.layer), plan(p.plan), kv_indices(p.kv_indices),
-      kv_offset(p.kv_offset), q_pos(p.q_pos), block_pos(p.block_pos), mask_bits(p.mask_bits),
-      mask_indptr(p.mask_indptr), q_start(p.q_start), kv_len(p.kv_len), o(result.o.size()), lse(heads * 4),
-      partial_o(slots * a.head_dim_vo * 4), partial_max(slots * 4), partial_sum(slots * 4);
-  for (Buffer* poisoned : {&o, &lse, &partial_o, &partial_max, &partial_sum}) poisoned->fill(0xff);
-  a.q = q.as<void>();
-  a.k = k.as<void>();
-  a.v = v.as<void>();
-  if (a.layer != nullptr) a.layer = layer.as<int32_t>();
-  a.plan = plan.as<int32_t>();
-  if (a.kv_indices != nullptr) a.kv_indices = kv_indices.as<int32_t>();
-  a.kv_offset = kv_offset.as<int32_t>();
-  a.q_pos = q_pos.as<int32_t>();
-  if (a.block_pos != nullptr) a.block_pos = block_pos.as<int32_t>();
-  a.variant.mask_bits = mask_bits.as<uint8_t>();
-  a.variant.mask_indptr = mask_indptr.as<int32_t>();
-  a.variant.q_start = q_start.as<int32_t>();
-  a.variant.kv_len = kv_len.as<int32_t>();
-  a.o = o.as<void>();
-  a.lse = lse.as<float>();
-  a.partial_o = partial_o.as<float>();
-  a.partial_max = partial_max.as<float>();
-  a.partial_sum = partial_sum.as<float>();
-  launch_wgmma(build, a, nullptr, merge);
-  CHECK_CUDA(cudaDeviceSynchronize());
-  o.read(result.o.data());
-  lse.read(result.lse.data());
-  return result;
-}
-
 // Prints one line; returns whether the case passed.
 bool compare(const Problem& p, const Result& want, const Result& got) {
   const AttentionParams& a = p.params;
@@ -299,14 +240,17 @@ int main(int argc, char** argv) {
     ++number_run;
     running() = c.name;
     const Problem p = make_problem(c.options, seed);
+    const auto launch = [&](Merge merge) {
+      return [&build, merge](const AttentionParams& a) { launch_wgmma(build, a, nullptr, merge); };
+    };
     const Result want = run_cpu(p);
     std::printf("%-92s", c.name.c_str());  // before the launch, which may never end
     std::fflush(stdout);
-    const Result got = run_gpu(build, p, Merge::kAfter);
+    const Result got = run_gpu(p, launch(Merge::kAfter));
     bool ok = compare(p, want, got);
     // The same launch again must give the same bits, whenever the merge starts.
     for (int i = 0; i < 3 && ok && !sanitize; ++i) {
-      const Result again = run_gpu(build, p, Merge::kDependent);
+      const Result again = run_gpu(p, launch(Merge::kDependent));
       if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
         std::printf("FAIL %s: bits differ between two launches\n", c.name.c_str());
         ok = false;
