@@ -68,7 +68,7 @@ class MmaAttention {
     } else if constexpr (Config::kStreams == 1) {
       cta_barrier();
     } else {
-      group_barrier(1 + stream_, 32 * Config::kWarpsM);
+      group_barrier<Config::kStreams, 32 * Config::kWarpsM>(stream_);
     }
   }
 
