@@ -51,18 +51,20 @@ def expected(q: Any, k: Any, v: Any, sm_scale: float) -> np.ndarray:
     return np.maximum(o, FLOORS[:, None]) + SCALES
 
 
+@pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize(
     ("kernel", "dtype", "tile"),
     [("attention_mma", "bfloat16", 16), ("attention_simt", "float32", 1), ("merge", "bfloat16", None)],
 )
-def test_compiles(kernel: str, dtype: str, tile: int | None) -> None:
+def test_compiles(kernel: str, dtype: str, tile: int | None, softmax: bool) -> None:
     if not has_nvrtc():
         pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
     functor = FunctorSource(SOURCE, (("scales", "float"), ("floors", "float")), ())
+    rules = 32 * softmax
     if tile is None:
-        spec = KernelSpec(kernel, dtype, head_dim_vo=DIM, rules=32, functor=functor)
+        spec = KernelSpec(kernel, dtype, head_dim_vo=DIM, rules=rules, functor=functor)
     else:
-        spec = KernelSpec(kernel, dtype, DIM, DIM, tile, packed=True, rules=33, functor=functor)
+        spec = KernelSpec(kernel, dtype, DIM, DIM, tile, packed=True, rules=rules + 1, functor=functor)
     assert registry.compile_spec(spec, "sm_90a")[1].startswith(b"\x7fELF")
 
 
@@ -89,3 +91,39 @@ def test_on_a_gpu(dtype: str, tiles: tuple[int, ...], num_ctas: int) -> None:
         error = np.linalg.norm(o[begin : begin + rows].astype(np.float64) - want)
         assert error < TOLERANCE[dtype] * np.linalg.norm(want), f"request {r}"
         begin += rows
+
+
+MASK = """
+__device__ bool mask(const Row& row, const Col& col) const { return row.token % 3 != 1; }
+"""
+OUTPUT = """
+template <int kCount> __device__ void output(float (&x)[kCount], int dim, const Row& row) const {
+  for (int i = 0; i < kCount; ++i) x[i] += 3.0f;
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "tile"),
+    [("float32", 1), ("bfloat16", 1), ("bfloat16", 16), ("bfloat16", 32), ("float16", 64), ("bfloat16", 128)],
+)
+@pytest.mark.parametrize("num_ctas", [1, 40])
+def test_output_leaves_empty_rows_alone(dtype: str, tile: int, num_ctas: int, softmax: bool) -> None:
+    """Rows of a request without KV, and rows that the mask leaves nothing to see: final, cut and merged."""
+    q_len = [3, 2, 4, 20]
+    case = long_case([2900, 0, 40, 130], q_len, dtype, PAGE_SIZE, heads=(HEADS, KV_HEADS), head_dim=DIM)
+    results = {}
+    for name, source in (("plain", MASK), ("changed", MASK + OUTPUT)):
+        variant = Variant.from_cuda(source, causal=True, softmax=softmax)
+        results[name] = run(dataclasses.replace(case, variant=variant), tiles=(tile,), num_ctas=num_ctas)
+    tokens = np.arange(sum(q_len))
+    empty = (tokens % 3 == 1) | (tokens == 3) | (tokens == 4)
+    for o, lse in results.values():
+        assert not o[empty].any()
+        assert lse is None or (np.isneginf(lse) == empty[:, None]).all()
+    (plain, _), (changed, _) = results["plain"], results["changed"]
+    np.testing.assert_allclose(
+        changed[~empty].astype(np.float64), plain[~empty].astype(np.float64) + 3, rtol=0.01, atol=0.03
+    )

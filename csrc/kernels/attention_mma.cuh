@@ -104,7 +104,7 @@ class MmaAttention {
       attend(begin);
       stage_ = stage_ + 1 == Config::kStages ? 0 : stage_ + 1;
     }
-    if constexpr (Variant::kSoftmax) {
+    if constexpr (kFindsEmpty<Variant>) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) softmax_.l[r] = quad_sum(softmax_.l[r]);
     }
@@ -198,6 +198,17 @@ class MmaAttention {
           }
         }
       }
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+          for (int e = 2 * (r & 1); e < 2 * (r & 1) + 2; ++e) {
+            s[r >> 1][j][e] = plain_weight(s[r >> 1][j][e], softmax_.l[r]);
+          }
+        }
+      }
     }
     multiply_pv<Config>(s, v_rows_, ring_.v_tile(stage_), o_);
   }
@@ -238,7 +249,7 @@ class MmaAttention {
           if constexpr (kPositions) keep = keep && range.first <= col.kv_pos && col.kv_pos <= range.last;
           if constexpr (Variant::kMask) keep = keep && variant.mask(row, col);
           float& x = s[r >> 1][j][2 * (r & 1) + e];
-          x = keep ? x : (Variant::kSoftmax ? -infinity() : 0.0f);
+          x = keep ? x : hidden_score<Variant::kSoftmax>();
         }
       }
     }
@@ -314,7 +325,7 @@ class MmaAttention {
         store_shared(sums + StreamSums<Config>::offset(row - first, 2 * j + (column >> 2)) + (column & 3) * 4,
                      x[0], x[1]);
       }
-      if (Variant::kSoftmax && column == 0) {
+      if (kFindsEmpty<Variant> && column == 0) {
         shared_states()[stream_ * Config::kTile + row] = make_float2(softmax_.m[r], softmax_.l[r]);
       }
     }
@@ -355,7 +366,10 @@ class MmaAttention {
         }
       } else {
 #pragma unroll
-        for (int s = 0; s < Config::kStreams; ++s) add(x[s], 1.0f, sums);
+        for (int s = 0; s < Config::kStreams; ++s) {
+          if constexpr (kFindsEmpty<Variant>) l += shared_states()[s * Config::kTile + row].y;
+          add(x[s], 1.0f, sums);
+        }
       }
       store_quad(row, 4 * quad, m, l, sums);
     }
@@ -383,7 +397,7 @@ class MmaAttention {
         float x[2] = {o_[r >> 1][j][2 * (r & 1)] * factor, o_[r >> 1][j][2 * (r & 1) + 1] * factor};
         const int64_t to = at * params_.head_dim_vo + 8 * j + column;
         if (is_final()) {
-          apply_output(row, 8 * j + column, x);
+          apply_output(row, 8 * j + column, softmax_.l[r], x);
           *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(params_.o) + to) = Type::pack_pair(x[0], x[1]);
         } else {
           *reinterpret_cast<float2*>(params_.partial_o + to) = make_float2(x[0], x[1]);
@@ -400,7 +414,7 @@ class MmaAttention {
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] *= factor;
     if (is_final()) {
-      apply_output(row, column, x);
+      apply_output(row, column, l, x);
       *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params_.o) + to) =
           make_uint2(Type::pack_pair(x[0], x[1]), Type::pack_pair(x[2], x[3]));
     } else {
@@ -419,7 +433,10 @@ class MmaAttention {
   // Writes what belongs to a row besides its sums, by the thread that `writes`; returns what the sums must be
   // multiplied by.
   JAXINFER_DEVICE float store_state(int64_t at, bool writes, float m, float l) {
-    if constexpr (!Variant::kSoftmax) return 1.0f;
+    if constexpr (!Variant::kSoftmax) {
+      if (kFindsEmpty<Variant> && writes && !is_final()) params_.partial_sum[at] = l;
+      return 1.0f;
+    }
     const bool empty = l == 0.0f;
     const float largest = empty ? -infinity() : m * fragment_scale();
     if (is_final()) {
@@ -435,8 +452,9 @@ class MmaAttention {
   }
 
   template <int kCount>
-  JAXINFER_DEVICE void apply_output(int row, int column, float (&x)[kCount]) {
+  JAXINFER_DEVICE void apply_output(int row, int column, float l, float (&x)[kCount]) {
     if constexpr (Variant::kOutput) {
+      if (l == 0.0f) return;
       const Row output_row = make_row(row);
       Variant(params_, operands_, output_row).output(x, column, output_row);
     }

@@ -230,7 +230,7 @@ class SimtAttention {
       p = exp2_fast((x - shift) * kLog2e);
       l = fmaf(l, factor, p);
     } else {
-      p = keep ? s : 0.0f;
+      p = plain_weight(keep ? s : hidden_score<false>(), l);
       factor = 1.0f;
     }
   }
@@ -339,18 +339,18 @@ class SimtAttention {
 #pragma unroll
       for (int e = 0; e < kPerChunk; ++e) x[e] *= inverse;
       const int64_t at = int64_t{final ? token_ : item.out} * params_.num_qo_heads + first_head_ + r;
-      if (Variant::kSoftmax && chunk == 0) {
-        if (final) {
-          params_.lse[at] = l > 0.0f ? m + log2_fast(l) * kLn2 : -infinity();
-        } else {
+      if (kFindsEmpty<Variant> && chunk == 0) {
+        if (!final) {
           params_.partial_max[at] = m;
           params_.partial_sum[at] = l;
+        } else if (Variant::kSoftmax) {
+          params_.lse[at] = l > 0.0f ? m + log2_fast(l) * kLn2 : -infinity();
         }
       }
       if (final) {
         if constexpr (Variant::kOutput) {
           const Row row = make_row(r);
-          Variant(params_, operands_, row).output(x, chunk * kPerChunk, row);
+          if (l != 0.0f) Variant(params_, operands_, row).output(x, chunk * kPerChunk, row);
         }
         static_cast<uint4*>(params_.o)[at * chunks + chunk] = Type::pack(x);
       } else {

@@ -119,7 +119,7 @@ class WgmmaConsumer {
       for (int i = blocks.count - 2; i >= 0; --i) next_block(blocks.begin(i), i == 0);
       last_product();
     }
-    if constexpr (Variant::kSoftmax) {
+    if constexpr (kFindsEmpty<Variant>) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) softmax_.l[r] = quad_sum(softmax_.l[r]);
     }
@@ -360,12 +360,11 @@ class WgmmaConsumer {
         for (int e = 0; e < 2; ++e) {
           const int c = 8 * j + e;
           float& x = s[4 * j + 2 * r + e];
-          x = c >= low && c < high ? x : hidden();
+          x = c >= low && c < high ? x : hidden_score<Variant::kSoftmax>();
         }
       }
     }
   }
-  static JAXINFER_DEVICE float hidden() { return Variant::kSoftmax ? -infinity() : 0.0f; }
 
   // The same, for columns that may be missing or lie anywhere, and for the variant's mask: first what to
   // keep, a bit per column, in a loop that needs few registers; then the scores.
@@ -392,7 +391,7 @@ class WgmmaConsumer {
 #pragma unroll
       for (int i = 0; i < 2 * kColumns; ++i) {
         float& x = s[4 * (i >> 1) + 2 * r + (i & 1)];
-        x = (keep >> i & 1) != 0 ? x : hidden();
+        x = (keep >> i & 1) != 0 ? x : hidden_score<Variant::kSoftmax>();
       }
     }
   }
@@ -468,6 +467,9 @@ class WgmmaConsumer {
         }
         softmax_.l[r] = fmaf(softmax_.l[r], factor[r], sum);
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 * kColumns; ++i) s[i] = plain_weight(s[i], softmax_.l[i >> 1 & 1]);
     }
   }
 

@@ -32,11 +32,11 @@ class WgmmaStore {
       const int64_t first = final ? consumer_.item().token_begin : consumer_.item().out;
       const int64_t at = real ? (first + rows.token(i)) * params_.num_qo_heads + rows.qo_head(i) : 0;
       float inverse = 1.0f;  // of the row's sums
+      const float l = softmax_.l[r];
+      const bool empty = kFindsEmpty<Variant> && l == 0.0f;
+      const bool writes = real && (consumer_.lane() & 3) == 0;
       if constexpr (Variant::kSoftmax) {
         const float m = softmax_.m[r];
-        const float l = softmax_.l[r];
-        const bool empty = l == 0.0f;
-        const bool writes = real && (consumer_.lane() & 3) == 0;
         const float largest = empty ? -infinity() : m * consumer_.fragment_scale();
         if (final) {
           // A row that saw nothing has o = 0 exactly, whatever its sums hold.
@@ -49,9 +49,11 @@ class WgmmaStore {
             params_.partial_sum[at] = l * inverse;
           }
         }
+      } else if constexpr (kFindsEmpty<Variant>) {
+        if (writes && !final) params_.partial_sum[at] = l;
       }
       if (final) {
-        store_final(r, i, real, at, inverse);
+        store_final(r, i, real, empty, at, inverse);
       } else if (real) {
         float* const to = params_.partial_o + at * params_.head_dim_vo + 2 * (consumer_.lane() & 3);
 #pragma unroll
@@ -68,7 +70,7 @@ class WgmmaStore {
  private:
   // One row of o. Four lanes hold two columns each of every piece of eight; they exchange them so that each
   // writes 16 bytes at once.
-  JAXINFER_DEVICE void store_final(int r, int i, bool real, int64_t at, float inverse) const {
+  JAXINFER_DEVICE void store_final(int r, int i, bool real, bool empty, int64_t at, float inverse) const {
     const int quarter = consumer_.lane() & 3;
     uint16_t* const to = static_cast<uint16_t*>(params_.o) + at * params_.head_dim_vo + 8 * quarter;
     const Row row = Variant::kOutput && real ? consumer_.make_row(i) : Row{};
@@ -80,7 +82,7 @@ class WgmmaStore {
         float pair[2] = {o_[4 * (j + e) + 2 * r] * inverse, o_[4 * (j + e) + 2 * r + 1] * inverse};
         if constexpr (Variant::kOutput) {
           const int column = 8 * (j + e) + 2 * quarter;
-          if (real && column < params_.head_dim_vo)
+          if (real && !empty && column < params_.head_dim_vo)
             Variant(params_, operands_, row).output(pair, column, row);
         }
         x[e] = Type::pack_pair(pair[0], pair[1]);

@@ -37,7 +37,7 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
   const bool has_column = column < params.head_dim_vo;
   const float* const from = params.partial_o + (has_column ? column : 0);
   float o = 0.0f;
-  float total = 0.0f;  // of this lane's slots
+  float total = 0.0f;  // of this lane's slots; stays 0 where no piece saw anything
   float m = -infinity();
   int slot = entry.slot;
   int first = entry.begin;
@@ -48,8 +48,8 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
     const uint32_t row_start = static_cast<uint32_t>(at * (params.head_dim_vo / 8));
     float max = 0.0f;
     float sum = 0.0f;
-    if constexpr (Variant::kSoftmax) {
-      max = __ldcg(params.partial_max + at);
+    if constexpr (Variant::kSoftmax) max = __ldcg(params.partial_max + at);
+    if constexpr (kFindsEmpty<Variant>) {
       sum = lane < count ? __ldcg(params.partial_sum + at) : 0.0f;
     }
     float x[32];
@@ -76,6 +76,8 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
       // Equal ones may be infinite, where logits exceed float32.
       weight = empty ? -1.0f : max == m ? 1.0f : exp2_fast((max - m) * kLog2e);
       total = empty ? total : fmaf(weight, sum, total);
+    } else {
+      total += sum;
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -85,12 +87,11 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
     first += 32;
     if (first < entry.end) slot = entry.load_slot(params, first + lane);
   } while (first < entry.end);
-  float inverse = 1.0f;
-  if constexpr (Variant::kSoftmax) {
+  if constexpr (kFindsEmpty<Variant>) {
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) total += shuffle_xor(total, mask);
-    inverse = total == 0.0f ? 0.0f : 1.0f / total;
   }
+  const float inverse = !Variant::kSoftmax ? 1.0f : total == 0.0f ? 0.0f : 1.0f / total;
   if (!exist || !has_column) return;
   const int64_t row = int64_t{entry.token} * num_heads + head;
   if (Variant::kSoftmax && column == 0) {
@@ -99,7 +100,7 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
   float result[1] = {o * inverse};
   if constexpr (Variant::kOutput) {
     const Row output_row{-1, entry.token, params.q_pos[entry.token], head, params.group_divider.divide(head)};
-    Variant(params, operands, output_row).output(result, column, output_row);
+    if (total != 0.0f) Variant(params, operands, output_row).output(result, column, output_row);
   }
   const int64_t to = row * params.head_dim_vo + column;
   if constexpr (Config::kDType == DType::kF32) {

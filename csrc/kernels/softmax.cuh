@@ -22,6 +22,7 @@ JAXINFER_DEVICE float finite_max(float m) {
 }
 
 // kRows rows of a thread: m is the largest x so far, l this thread's share of the sum of 2^((x - m) * scale).
+// Without softmax l is 0 as long as the row saw nothing, and m is not used.
 template <int kRows>
 struct SoftmaxState {
   float m[kRows];
@@ -122,6 +123,20 @@ JAXINFER_DEVICE bool update_softmax(float (&s)[kFragments][kColumns][4], float s
     state.l[r] = fmaf(state.l[r], factor[r], sum);
   }
   return changed;
+}
+
+// Stands for a score that a row must not see. Without softmax every float is a weight; this is a NaN that no
+// arithmetic makes.
+template <bool kSoftmax>
+JAXINFER_DEVICE float hidden_score() {
+  return kSoftmax ? -infinity() : __uint_as_float(0xffffffffu);
+}
+
+// Without softmax a score is the weight, and a hidden one weighs 0. `l` turns positive at any other.
+JAXINFER_DEVICE float plain_weight(float x, float& l) {
+  const bool hidden = __float_as_uint(x) == __float_as_uint(hidden_score<false>());
+  l = hidden ? l : 1.0f;
+  return hidden ? 0.0f : x;
 }
 
 // Factor of a row's sums that makes them relative to `largest` = m * logit_scale, rounded, which other pieces

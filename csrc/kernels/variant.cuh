@@ -23,8 +23,8 @@
 // The last four see kCount consecutive elements of a row, from element `dim` on, and change them in place.
 // Query, key and value see them before they are used, rounded to the element type afterwards; key and value
 // get any row of the item (its request and kv_head hold, its query token does not matter). Output sees the
-// final normalised row. A hole whose flag (kLogits, kMask, kQuery, kKey, kValue, kOutput) is false is never
-// called and costs nothing.
+// final normalised row, unless the row saw nothing. A hole whose flag (kLogits, kMask, kQuery, kKey, kValue,
+// kOutput) is false is never called and costs nothing.
 #pragma once
 
 #include "kernels/ptx.cuh"
@@ -151,6 +151,11 @@ JAXINFER_DEVICE Visible visible_positions(const VariantParams& params, int q_pos
   if constexpr ((kRules & kRuleCausal) != 0) range.last = min(range.last, q_pos);
   return range;
 }
+
+// Whether kernels find out which rows saw nothing. Their result is zero: softmax must not divide it, and the
+// output hole must not change it, which would make it depend on how a plan covers such rows.
+template <class Variant>
+constexpr bool kFindsEmpty = Variant::kSoftmax || Variant::kOutput;
 
 constexpr uint32_t kPositionRules = kRuleCausal | kRuleWindowLeft | kRuleWindowRight;
 

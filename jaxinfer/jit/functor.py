@@ -131,9 +131,9 @@ def from_cuda(
     Variant has one); with `softmax=False` what it returns is the weight. `mask` returns whether the query
     token may attend, and is combined with the Variant's other rules by AND. The others change kCount
     consecutive elements of a row of q, K, V or the normalised output in place, from element `dim` on; key and
-    value must not depend on the query token of `row`. A `Row` has `request` (the BSR row), `token`, `q_pos`,
-    `qo_head`, `kv_head`; a `Col` has `kv_pos` and `kv_index` (its index in the row's list). Arrays and
-    numbers are `params.NAME`: pointers and scalars. For ALiBi:
+    value must not depend on the query token of `row`. Rows that see nothing stay zero: output is not called for
+    them. A `Row` has `request` (the BSR row), `token`, `q_pos`, `qo_head`, `kv_head`; a `Col` has `kv_pos` and
+    `kv_index` (its index in the row's list). Arrays and numbers are `params.NAME`: pointers and scalars. For ALiBi:
 
         Variant.from_cuda(
             "__device__ float logits(float s, const Row& row, const Col& col) const {"
