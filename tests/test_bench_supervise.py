@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 from fake_rivals import deadly, deadly_or_not, dies_while_made, lose_device, quick
 
 from jaxinfer.bench import row, supervise
@@ -24,6 +25,12 @@ def rival(name: str, variants: Callable[[Operands], Variants]) -> Rival:
 
 
 OTHER = rival("other", quick)
+
+
+@pytest.fixture(autouse=True)
+def processes_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends a process is the same everywhere, and on a GPU each would take seconds to start."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
 
 def measured(*rivals: Rival, cases: list[Case] = CASES) -> list[row.Row]:
