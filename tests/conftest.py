@@ -1,4 +1,4 @@
-"""Settings of the whole suite: checked array annotations, hypothesis profiles, skipping without a GPU.
+"""Settings of the whole suite: checked array annotations, hypothesis profiles, skipping without a GPU, shares.
 
 Test data and oracles live in their own modules beside the tests.
 """
@@ -33,8 +33,16 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, data
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="I/N", help="run the I-th of N shares of the tests, from 0 on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps a share of the tests, neighbours together because they share compiled programs; skips those marked
+    `gpu` where there is none."""
+    if config.option.share is not None:
+        share, shares = map(int, config.option.share.split("/"))
+        items[:] = items[len(items) * share // shares : len(items) * (share + 1) // shares]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
