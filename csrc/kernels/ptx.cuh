@@ -240,9 +240,17 @@ struct Element<DType::kF32> {
   }
 };
 
+// Type of both factors: "bf16" or "f16".
+#define JAXINFER_MMA(type)                                                   \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
 // What the two 16-bit types share; Type has low, high and pack_pair.
-template <class Type>
+template <DType kType>
 struct HalfElement {
+  using Type = Element<kType>;
   static constexpr int kBytes = 2;
   static constexpr int kPerChunk = 8;
   static constexpr uint32_t kSignBits = 0x80008000u;
@@ -259,10 +267,19 @@ struct HalfElement {
     return make_uint4(Type::pack_pair(x[0], x[1]), Type::pack_pair(x[2], x[3]), Type::pack_pair(x[4], x[5]),
                       Type::pack_pair(x[6], x[7]));
   }
+  // c += a * b for a 16x16 (row) and b 16x8 (column), accumulated in float32.
+  static JAXINFER_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (kType == DType::kBF16) {
+      JAXINFER_MMA("bf16");
+    } else {
+      JAXINFER_MMA("f16");
+    }
+  }
 };
+#undef JAXINFER_MMA
 
 template <>
-struct Element<DType::kBF16> : HalfElement<Element<DType::kBF16>> {
+struct Element<DType::kBF16> : HalfElement<DType::kBF16> {
   static JAXINFER_DEVICE float low(uint32_t pair) { return __uint_as_float(pair << 16); }
   static JAXINFER_DEVICE float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
   static JAXINFER_DEVICE uint32_t pack_pair(float low, float high) {
@@ -270,17 +287,10 @@ struct Element<DType::kBF16> : HalfElement<Element<DType::kBF16>> {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
   }
-  // c += a * b for a 16x16 (row) and b 16x8 (column), accumulated in float32.
-  static JAXINFER_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
 };
 
 template <>
-struct Element<DType::kF16> : HalfElement<Element<DType::kF16>> {
+struct Element<DType::kF16> : HalfElement<DType::kF16> {
   static JAXINFER_DEVICE float low(uint32_t pair) {
     float x;
     asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.f32.f16 %0, lo;}" : "=f"(x) : "r"(pair));
@@ -295,12 +305,6 @@ struct Element<DType::kF16> : HalfElement<Element<DType::kF16>> {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
-  }
-  static JAXINFER_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 };
 
