@@ -239,14 +239,34 @@ inline ffi::Error make_params(AttentionCall& call, AttentionParams* params) {
   return ffi::Error::Success();
 }
 
-// Operands of the append call, in the order of jaxinfer/ffi.py. The pools are aliased to the results.
+// Operands, results and attributes of the append call, in the order of bind_append. The pools arrive twice:
+// as operands and as the results that alias them. Only the results are used.
 struct AppendCall {
-  ffi::AnyBuffer k, v;
+  ffi::AnyBuffer k_operand, v_operand, k, v;
   IntBuffer slots, layer;
   ffi::Result<ffi::AnyBuffer> k_pages, v_pages;
+  bool hnd, has_layer;
 };
 
-inline ffi::Error make_params(AppendCall& call, bool hnd, bool has_layer, AppendParams* params) {
+// Appends to a handler's binding what AppendCall is made of; operands and results as in jaxinfer/ffi.py.
+template <class Binding>
+auto bind_append(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()  // k_pages
+      .template Arg<ffi::AnyBuffer>()  // v_pages
+      .template Arg<ffi::AnyBuffer>()  // k
+      .template Arg<ffi::AnyBuffer>()  // v
+      .template Arg<IntBuffer>()       // slots
+      .template Arg<IntBuffer>()       // layer
+      .template Ret<ffi::AnyBuffer>()  // k_pages
+      .template Ret<ffi::AnyBuffer>()  // v_pages
+      .template Attr<bool>("hnd")
+      .template Attr<bool>("has_layer");
+}
+
+inline ffi::Error make_params(AppendCall& call, AppendParams* params) {
+  const bool hnd = call.hnd;
+  const bool has_layer = call.has_layer;
   *params = AppendParams{};
   DType dtype = DType::kF32;
   JAXINFER_RETURN_IF_ERROR(to_dtype(call.k.element_type(), &dtype));

@@ -26,14 +26,9 @@ ffi::Error attention(ffi::ThreadPool pool, AttentionCall call) {
   return ffi::Error::Success();
 }
 
-// k_pages and v_pages arrive twice: as operands and as the results that alias them. Only the results are
-// used.
-ffi::Error append(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                  IntBuffer slots, IntBuffer layer, ffi::Result<ffi::AnyBuffer> k_pages,
-                  ffi::Result<ffi::AnyBuffer> v_pages, bool hnd, bool has_layer) {
-  AppendCall call{k, v, slots, layer, k_pages, v_pages};
+ffi::Error append(ffi::ThreadPool pool, AppendCall call) {
   AppendParams params;
-  JAXINFER_RETURN_IF_ERROR(make_params(call, hnd, has_layer, &params));
+  JAXINFER_RETURN_IF_ERROR(make_params(call, &params));
   cpu::append(params, on(pool));
   return ffi::Error::Success();
 }
@@ -45,18 +40,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     [](ffi::ThreadPool pool, auto... call) { return attention(pool, AttentionCall{call...}); },
     bind_attention(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_append_cpu, append,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // k_pages
-                                  .Arg<ffi::AnyBuffer>()  // v_pages
-                                  .Arg<ffi::AnyBuffer>()  // k
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<IntBuffer>()       // slots
-                                  .Arg<IntBuffer>()       // layer
-                                  .Ret<ffi::AnyBuffer>()  // k_pages
-                                  .Ret<ffi::AnyBuffer>()  // v_pages
-                                  .Attr<bool>("hnd")
-                                  .Attr<bool>("has_layer"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxinfer_append_cpu, [](ffi::ThreadPool pool, auto... call) { return append(pool, AppendCall{call...}); },
+    bind_append(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 }  // namespace jaxinfer

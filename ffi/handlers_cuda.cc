@@ -109,14 +109,9 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
   return ffi::Error::Success();
 }
 
-// k_pages and v_pages arrive twice: as operands and as the results that alias them. Only the results are
-// used.
-ffi::Error append(int32_t device, cuda::Stream stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer k,
-                  ffi::AnyBuffer v, IntBuffer slots, IntBuffer layer, ffi::Result<ffi::AnyBuffer> k_pages,
-                  ffi::Result<ffi::AnyBuffer> v_pages, bool hnd, bool has_layer, std::string_view kernels) {
-  AppendCall call{k, v, slots, layer, k_pages, v_pages};
+ffi::Error append(int32_t device, cuda::Stream stream, std::string_view kernels, AppendCall call) {
   AppendParams params;
-  JAXINFER_RETURN_IF_ERROR(make_params(call, hnd, has_layer, &params));
+  JAXINFER_RETURN_IF_ERROR(make_params(call, &params));
   const auto* loaded = cuda::find_kernels(device, kernels);
   if (loaded == nullptr) return internal("the kernels were not loaded before execution");
   JAXINFER_CHECK(loaded->size() == 1, "an append has one kernel, got " + std::to_string(loaded->size()));
@@ -145,21 +140,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_attention_cuda,
                                                  .Attr<std::string_view>("scalars")),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_append_cuda, append,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                  .Arg<ffi::AnyBuffer>()  // k_pages
-                                  .Arg<ffi::AnyBuffer>()  // v_pages
-                                  .Arg<ffi::AnyBuffer>()  // k
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<IntBuffer>()       // slots
-                                  .Arg<IntBuffer>()       // layer
-                                  .Ret<ffi::AnyBuffer>()  // k_pages
-                                  .Ret<ffi::AnyBuffer>()  // v_pages
-                                  .Attr<bool>("hnd")
-                                  .Attr<bool>("has_layer")
-                                  .Attr<std::string_view>("kernels"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_append_cuda,
+                              [](int32_t device, cuda::Stream stream, std::string_view kernels,
+                                 auto... call) {
+                                return append(device, stream, kernels, AppendCall{call...});
+                              },
+                              bind_append(ffi::Ffi::Bind()
+                                              .Ctx<ffi::DeviceOrdinal>()
+                                              .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                              .Attr<std::string_view>("kernels")),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxinfer
