@@ -269,27 +269,7 @@ def _static_plan(
         (tile, True, _native.choose_num_queues(n, num_kv_heads), n)
         for tile, n in zip(tiles, ctas, strict=True)
     ]
-    planner = _native.Planner(
-        classes=classes,
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        num_layouts=num_layouts,
-        kv_capacity=kv_capacity,
-        page_size=page_size,
-        contiguous=contiguous,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=head_dim_qk,
-        head_dim_vo=head_dim_vo,
-        element_size=_ELEMENT_SIZE[dtype_name],
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        runs=schedule == "runs",
-        batch_invariant=bool(batch_invariant),
-        split_tokens=split_tokens,
-    )
-    spec = PlanSpec(
+    given = PlanSpec(  # all but what the planner counts
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_layouts=num_layouts,
@@ -302,10 +282,10 @@ def _static_plan(
         head_dim_qk=head_dim_qk,
         head_dim_vo=head_dim_vo,
         dtype=dtype_name,
-        classes=tuple(TileClass(*c, items) for c, items in zip(classes, planner.item_capacity, strict=True)),
-        merge_capacity=planner.merge_capacity,
-        slot_capacity=planner.slot_capacity,
-        num_words=planner.num_words,
+        classes=tuple(TileClass(*c, 0) for c in classes),
+        merge_capacity=0,
+        slot_capacity=0,
+        num_words=0,
         causal=causal,
         window_left=window_left,
         window_right=window_right,
@@ -314,7 +294,39 @@ def _static_plan(
         batch_invariant=bool(batch_invariant),
         split_tokens=split_tokens,
     )
+    planner = planner_of(given)
+    spec = dataclasses.replace(
+        given,
+        classes=tuple(TileClass(*c, items) for c, items in zip(classes, planner.item_capacity, strict=True)),
+        merge_capacity=planner.merge_capacity,
+        slot_capacity=planner.slot_capacity,
+        num_words=planner.num_words,
+    )
     return spec, planner
+
+
+def planner_of(spec: PlanSpec) -> _native.Planner:
+    """The compiled planner for the static facts of a plan; capacities are what it counts, not what it is told."""
+    return _native.Planner(
+        classes=[(c.tile, c.packed, c.num_queues, c.num_ctas) for c in spec.classes],
+        num_tokens=spec.num_tokens,
+        num_rows=spec.num_rows,
+        num_layouts=spec.num_layouts,
+        kv_capacity=spec.kv_capacity,
+        page_size=spec.page_size,
+        contiguous=spec.contiguous,
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_vo=spec.head_dim_vo,
+        element_size=_ELEMENT_SIZE[spec.dtype],
+        causal=spec.causal,
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        runs=spec.schedule == "runs",
+        batch_invariant=spec.batch_invariant,
+        split_tokens=spec.split_tokens,
+    )
 
 
 def choose_tiles(

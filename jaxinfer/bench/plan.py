@@ -14,6 +14,7 @@ from jaxinfer.bench.measure import interleaved
 from jaxinfer.bench.report import Progress, print_table
 from jaxinfer.bench.workloads import PLAN_SHAPES, PlanShape, plan_arrays
 from jaxinfer.layout import BlockSparse
+from jaxinfer.plan import planner_of
 
 _CAUSAL = jaxinfer.Variant(causal=True)
 
@@ -51,7 +52,7 @@ def _measure(shape: PlanShape, rounds: int) -> list[tuple[str, ...]]:
 
     built = layout()
     plan = _plan(built, shape)
-    planner = _planner(plan)
+    planner = planner_of(plan.spec)
     _check_coverage(plan, built, planner.items)
     calls = {
         "layout (jaxinfer.paged)": layout,
@@ -76,31 +77,6 @@ def _plan(layout: BlockSparse, shape: PlanShape) -> jaxinfer.Plan:
         head_dim=shape.head_dim,
         dtype="bfloat16",
         variant=_CAUSAL,
-    )
-
-
-def _planner(plan: jaxinfer.Plan) -> _native.Planner:
-    """The compiled planner with the static facts of `plan`."""
-    spec = plan.spec
-    return _native.Planner(
-        classes=[(c.tile, c.packed, c.num_queues, c.num_ctas) for c in spec.classes],
-        num_tokens=spec.num_tokens,
-        num_rows=spec.num_rows,
-        num_layouts=spec.num_layouts,
-        kv_capacity=spec.kv_capacity,
-        page_size=spec.page_size,
-        contiguous=spec.contiguous,
-        num_qo_heads=spec.num_qo_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim_qk=spec.head_dim_qk,
-        head_dim_vo=spec.head_dim_vo,
-        element_size=2,
-        causal=spec.causal,
-        window_left=spec.window_left,
-        window_right=spec.window_right,
-        runs=spec.schedule == "runs",
-        batch_invariant=spec.batch_invariant,
-        split_tokens=spec.split_tokens,
     )
 
 
