@@ -139,6 +139,19 @@ JAXINFER_DEVICE float plain_weight(float x, float& l) {
   return hidden ? 0.0f : x;
 }
 
+// All scores of a block to weights without softmax, in place; rows as in update_softmax.
+template <int kFragments, int kColumns>
+JAXINFER_DEVICE void plain_weights(float (&s)[kFragments][kColumns][4], SoftmaxState<2 * kFragments>& state) {
+#pragma unroll
+  for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[f][j][e] = plain_weight(s[f][j][e], state.l[2 * f + (e >> 1)]);
+    }
+  }
+}
+
 // Factor of a row's sums that makes them relative to `largest` = m * logit_scale, rounded, which other pieces
 // of the row can be compared with. Logits beyond 2^24 cannot hold what rounding left; there the bound keeps
 // the sums finite.
