@@ -70,7 +70,8 @@ def test_compiles(kernel: str, dtype: str, tile: int | None, softmax: bool) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "tiles"), [("float32", (1,)), ("bfloat16", (1,)), ("bfloat16", (16,)), ("float16", (64,))]
+    ("dtype", "tiles"),
+    [("float32", (1,)), ("bfloat16", (1,)), ("bfloat16", (16,)), ("bfloat16", (32,)), ("float16", (64,))],
 )
 @pytest.mark.parametrize("num_ctas", [1, 40])
 def test_on_a_gpu(dtype: str, tiles: tuple[int, ...], num_ctas: int) -> None:
