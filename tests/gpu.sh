@@ -12,7 +12,8 @@
 # OUT: folder of the logs. SITE: where the package is installed. EXTRA_SITE: folders with more Python packages (hypothesis,
 # jaxtyping, beartype, gguf, tokenizers, ...). JAXINFER_MODEL: SmolLM2 as GGUF, see tests/test_gpu_models.py. JOBS: how many
 # at once. LIMIT: seconds that a job may take. KERNELS: folder of the kernel tests' programs and cubins. SANITIZER:
-# compute-sanitizer. PEERS: a folder with FlashInfer and flash-attn3-jax, for bench.
+# compute-sanitizer. PEERS: a folder with FlashInfer and flash-attn3-jax, for bench. ARCH: of the GPU, for kernels and
+# sanitize (sm_90a); the warpgroup kernel and with it delays are for sm_90a alone.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "${OUT:-$(mktemp -d)}")
@@ -21,6 +22,7 @@ kernels=${KERNELS:-$site.kernels}
 jobs=${JOBS:-$(nproc)}
 limit=${LIMIT:-400}
 python=${PYTHON:-python3}
+arch=${ARCH:-sm_90a}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer ||
   ls /usr/local/cuda*/bin/compute-sanitizer /usr/local/cuda*/compute-sanitizer/compute-sanitizer 2>/dev/null | head -n 1)}
 # Subprocesses of tests must not find the source folder instead of the installed package.
@@ -30,7 +32,7 @@ export JAXINFER_CACHE=${JAXINFER_CACHE:-$site.cache}
 mkdir -p "$out" "$site"
 shopt -s nullglob
 steps=("$@")
-[ ${#steps[@]} -eq 0 ] && steps=(build info kernels delays tests suite sanitize bench)
+[ ${#steps[@]} -eq 0 ] && steps=(build info kernels tests suite sanitize bench $([ "$arch" != sm_90a ] || echo delays))
 for step in "${steps[@]}"; do
   case $step in
     build | info | kernels | tests | suite | two | sanitize | delays | bench) rm -rf "${out:?}/$step" ;;
@@ -189,7 +191,7 @@ if wants build; then
   start build package "$python" -m pip install -q --no-build-isolation --no-deps --no-index --upgrade --target "$site" .
 fi
 if wants kernels delays sanitize; then
-  start build kernels "$python" -P tests/cuda/build.py "$kernels" "${ARCH:-sm_90a}"
+  start build kernels "$python" -P tests/cuda/build.py "$kernels" "$arch"
 fi
 if wants delays; then
   start build delays env JAXINFER_INJECT_DELAYS=7 "$python" -P tests/cuda/build.py "$kernels.delays" sm_90a test_prefill
@@ -216,7 +218,7 @@ fi
 if wants bench; then
   for table in decode prefill; do
     start bench "$table" env PYTHONPATH="$site${EXTRA_SITE:+:$EXTRA_SITE}${PEERS:+:$PEERS}" \
-      "$python" -P -m jaxinfer bench "$table" --seconds 60 --json "$out/$table.json" --output "$out/$table.png"
+      "$python" -P -m jaxinfer bench "$table" --seconds 50 --json "$out/$table.json" --output "$out/$table.png"
     wait
   done
 fi
