@@ -133,6 +133,18 @@ JAXINFER_DEVICE void cta_barrier() {
   __syncthreads();
 }
 
+// The kThreads threads (whole warps) of one of kGroups groups. Group g meets under barrier 1 + g; 0 is the
+// CTA's own.
+template <int kGroups, int kThreads, int kGroup = 0>
+JAXINFER_DEVICE void group_barrier(int group) {
+  static_assert(kGroups < 16, "a CTA has 16 barriers");
+  if (kGroup == kGroups - 1 || group == kGroup) {
+    asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroup), "n"(kThreads) : "memory");
+  } else if constexpr (kGroup < kGroups - 1) {
+    group_barrier<kGroups, kThreads, kGroup + 1>(group);
+  }
+}
+
 // Where a kernel may start before earlier ones of its stream end (programmatic dependent launch): from 9.0
 // on. Elsewhere the two functions below do nothing.
 #if __CUDA_ARCH__ >= 900
