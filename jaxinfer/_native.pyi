@@ -34,6 +34,7 @@ class Planner:
         window_left: int | None,
         window_right: int | None,
         runs: bool,
+        side_by_side: bool,
         batch_invariant: bool,
         split_tokens: int,
         costs: list[tuple[int, int, int, int, int]] | None = None,  # fixed, alpha, beta, floor, weight

@@ -239,13 +239,13 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
       for (const Tile& tile : tiles[c]) total_cost[c] += tile_cost(c, tile, tile.kv_end - tile.kv_begin);
     }
   }
-  int32_t queues_used[kMaxClasses];
-  choose_queues_used(request, total_cost, queues_used);
+  const QueueShares shares = share_queues(request, total_cost);
 
   for (int32_t c = 0; c < request.format.num_classes; ++c) {
     if (tiles[c].empty()) continue;
     const ClassFormat& cls = request.format.classes[c];
     const Costs& costs = request.costs[c];
+    const int32_t num_queues = shares.queues[c];
     const bool by_section = cls.is_compute_bound(request.group_size());
     if (by_section) {
       scratch.sections.resize(tiles[c].size());
@@ -257,7 +257,7 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
         return tile_cost(c, tiles[c][pieces[i].tile], pieces[i].kv_end - pieces[i].kv_begin);
       };
       sort_by_cost(pieces.size(), by_section, cost, [&](size_t i) { return pieces[i].tile; }, &scratch);
-      LeastLoaded queues(&scratch.heap, queues_used[c]);
+      LeastLoaded queues(&scratch.heap, num_queues);
       for (int32_t i : scratch.order) {
         pieces[i].queue = queues.queue();
         queues.add(cost(i));
@@ -270,13 +270,23 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
     };
     sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
     if (request.schedule == Schedule::kRuns && !by_section) {
-      schedule_runs(tiles[c], scratch.order, costs, queues_used[c], total_cost[c], &scratch.heap,
-                    &classes[c]);
+      schedule_runs(tiles[c], scratch.order, costs, num_queues, total_cost[c], &scratch.heap, &classes[c]);
     } else {
       int64_t largest_own = 0;
       for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));
-      const int64_t quota = ceil_div(total_cost[c], queues_used[c]) + largest_own;
-      cut_and_deal(tiles[c], scratch.order, costs, quota, queues_used[c], &scratch.heap, &classes[c]);
+      const int64_t quota = ceil_div(total_cost[c], num_queues) + largest_own;
+      // Beside another class the queues are few and have several tiles each. Whole ones cost nothing until
+      // that class ends, and then less than cuts as long as a merge behind both would take.
+      const int64_t cut_tokens =
+          int64_t{request.tokens_per_tile(c)} * std::min<int64_t>(num_queues, tiles[c].size());
+      const int64_t merge = costs.merge + costs.merge_token * cut_tokens;
+      if (by_section && shares.free_load > 0 &&
+          deal_whole(tiles[c], scratch.order, costs, num_queues, &scratch.heap, nullptr) <=
+              std::max(shares.free_load, quota) + merge) {
+        deal_whole(tiles[c], scratch.order, costs, num_queues, &scratch.heap, &classes[c]);
+      } else {
+        cut_and_deal(tiles[c], scratch.order, costs, quota, num_queues, &scratch.heap, &classes[c]);
+      }
     }
     classes[c].order.resize(classes[c].pieces.size());
     std::iota(classes[c].order.begin(), classes[c].order.end(), 0);
