@@ -45,6 +45,10 @@ struct Kernel {
 // elsewhere as kAfterAll).
 enum class Start { kAfterAll, kEarly };
 
+// Whether devices of this compute capability (its major part), with the driver of this machine, know
+// Start::kEarly.
+bool can_start_early(int major);
+
 // Facts about a device, read once.
 struct DeviceInfo {
   Device device;

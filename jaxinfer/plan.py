@@ -292,7 +292,7 @@ def _static_plan(
         window_right=window_right,
         softmax=softmax,
         schedule=schedule,
-        side_by_side=len(tiles) > 1 and on_gpu and _starts_early(),
+        side_by_side=len(tiles) > 1 and on_gpu and _side_by_side(),
         batch_invariant=bool(batch_invariant),
         split_tokens=split_tokens,
     )
@@ -429,9 +429,10 @@ def _has_warpgroups() -> bool:
     return str(jax.devices()[0].compute_capability) == "9.0"
 
 
-def _starts_early() -> bool:
-    """Whether a class's kernel may start while that of another class runs."""
-    return float(jax.devices()[0].compute_capability) >= 9.0
+def _side_by_side() -> bool:
+    """Whether the kernels of two classes run at the same time."""
+    major, _, _ = str(jax.devices()[0].compute_capability).partition(".")
+    return _native.can_start_early(int(major))
 
 
 def _check_num_ctas(num_ctas: Any, tiles: tuple[int, ...], on_gpu: bool, warpgroups: bool) -> tuple[int, ...]:
