@@ -181,7 +181,7 @@ def queues_used(setting: Setting, layout: BlockSparse) -> list[int]:
 def modelled_end(work: list[Any], reading: int, computing: int) -> float:
     """When both classes of GPU have ended on so many queues; `work` in CTAs times time."""
     alone, share = work[0] / 264, 264 / (8 * reading)
-    return float(max(alone * max(5 / 6 + share / 6, share / 2), work[1] / (4 * computing)))
+    return float(max(alone * max(7 / 8 + share / 6, 13 * share / 25), work[1] / (4 * computing)))
 
 
 def test_classes_side_by_side_fit_the_machine_and_end_early() -> None:
@@ -205,7 +205,7 @@ def test_classes_side_by_side_fit_the_machine_and_end_early() -> None:
             continue
         split += 1
         assert 4 * used[1] + 8 * used[0] / 2 <= 132
-        assert modelled_end(work, *used) <= 1.04 * best
+        assert modelled_end(work, *used) <= 1.08 * best  # reads may end 1/16 later
         assert np.array_equal(GPU.pack(layout), GPU.pack(layout))
     assert split > 20
 
@@ -217,6 +217,14 @@ def test_few_large_tiles_stay_whole_beside_decode() -> None:
     cls = setting.view(layout).classes[1]
     assert len(cls.used) == len(tiles_of(cls)) == 16
     assert (cls.used["out"] == -1).all()
+
+
+def test_a_short_chunk_takes_few_queues() -> None:
+    """Its tiles are too short to be cut, so that more queues would not make it end earlier."""
+    defaults = dataclasses.replace(GPU, costs=None, runs=True)
+    layout = mixed_layout(np.full(64, 2048), [(128, 1024)])
+    queues = [int(np.count_nonzero(loads(cls, (96, 1, 1, 64, 1)))) for cls in defaults.view(layout).classes]
+    assert queues == [31, 2]
 
 
 def test_a_class_alone_uses_all_its_queues() -> None:

@@ -68,50 +68,67 @@ std::optional<int64_t> busy_ctas(const ClassFormat& cls, int64_t heads, int64_t 
 
 // Time of a memory-bound class on `ctas` of its num_ctas CTAs, from `alone`, that on all of them. Measured on
 // an H200 (63 x 8192 tokens beside a chunk of 512) at 3/4, 5/8, 1/2, 3/8, 1/4 and 1/8 of the
-// CTAs: 1.09, 1.13, 1.19, 1.41, 2.0 and 3.9 times that, because half of the multiprocessors can read as fast
-// as the memory goes; these lines say 1.06, 1.1, 1.17, 1.33, 2 and 4.
+// CTAs: 1.09, 1.13, 1.19, 1.41, 2.0 and 3.9 times that, because half of the multiprocessors can read almost
+// as fast as the memory goes; these lines say 1.1, 1.14, 1.21, 1.39, 2.1 and 4.2.
 int64_t reading_time(int64_t alone, int64_t ctas, int64_t num_ctas) {
-  return std::max(alone * 5 / 6 + alone * num_ctas / (6 * ctas), alone * num_ctas / (2 * ctas));
+  return std::max(alone * 7 / 8 + alone * num_ctas / (6 * ctas), alone * 13 * num_ctas / (25 * ctas));
 }
+
+// A class that reads and one that multiplies, and how long they would take, all in one unit of time.
+struct Pair {
+  const ClassFormat& memory;
+  const ClassFormat& compute;
+  int64_t heads[kMaxClasses];
+  int64_t work[kMaxClasses];  // CTAs times time
+  int64_t longest;            // time of the longest piece, for all heads that a CTA has of its queue
+
+  Pair(const PlanRequest& request, const int64_t* total_cost, int64_t longest_piece)
+      : memory(request.format.classes[0]), compute(request.format.classes[1]) {
+    for (int32_t c = 0; c < kMaxClasses; ++c) {
+      heads[c] = num_heads(request.format.classes[c], request.num_qo_heads, request.num_kv_heads);
+      work[c] = total_cost[c] * request.costs[c].weight * heads[c];
+    }
+    longest =
+        (longest_piece * request.costs[1].weight * ceil_div(compute.num_queues * heads[1], compute.num_ctas))
+        << 8;
+    // Halved until a time, in 2^-8, fits in 64 bits with a number of CTAs (< 2^16).
+    while (std::max(work[0], work[1]) >= (int64_t{1} << 36)) {
+      work[0] >>= 1;
+      work[1] >>= 1;
+      longest >>= 1;
+    }
+  }
+  int64_t reading() const { return (work[0] << 8) / memory.num_ctas; }
+  int64_t reading(int64_t queues) const {
+    return reading_time(reading(), queues * heads[0], memory.num_ctas);
+  }
+  int64_t computing(int64_t ctas) const { return std::max((work[1] << 8) / ctas, longest); }
+};
 
 }  // namespace
 
-QueueShares share_queues(const PlanRequest& request, const int64_t* total_cost) {
+QueueShares share_queues(const PlanRequest& request, const int64_t* total_cost, int64_t longest_piece) {
   const PlanFormat& format = request.format;
-  const ClassFormat& memory = format.classes[0];
-  const ClassFormat& compute = format.classes[1];
   QueueShares shares{};
   for (int32_t c = 0; c < format.num_classes; ++c) shares.queues[c] = format.classes[c].num_queues;
   // Two classes that wait for the same thing gain nothing from each other.
-  if (format.num_classes == 1 || !request.side_by_side || memory.is_compute_bound(request.group_size()) ||
-      !compute.is_compute_bound(request.group_size())) {
+  if (format.num_classes == 1 || !request.side_by_side ||
+      format.classes[0].is_compute_bound(request.group_size()) ||
+      !format.classes[1].is_compute_bound(request.group_size())) {
     return shares;
   }
-  // CTAs times time. Halved until a time, in 2^-8, fits in 64 bits with a number of CTAs (< 2^16).
-  int64_t heads[kMaxClasses];
-  int64_t work[kMaxClasses];
-  for (int32_t c = 0; c < kMaxClasses; ++c) {
-    heads[c] = num_heads(format.classes[c], request.num_qo_heads, request.num_kv_heads);
-    work[c] = total_cost[c] * request.costs[c].weight * heads[c];
-  }
-  while (std::max(work[0], work[1]) >= (int64_t{1} << 36)) {
-    work[0] >>= 1;
-    work[1] >>= 1;
-  }
-  const int64_t reading = (work[0] << 8) / memory.num_ctas;
-  const auto reading_with = [&](int64_t queues) {
-    return reading_time(reading, queues * heads[0], memory.num_ctas);
-  };
-  int64_t best = reading + (work[1] << 8) / compute.num_ctas;  // one class after the other
-  for (int32_t queues = 1; queues < compute.num_queues; ++queues) {
-    const auto busy = busy_ctas(compute, heads[1], queues);
+  const Pair pair(request, total_cost, longest_piece);
+  int64_t best = pair.reading() + pair.computing(pair.compute.num_ctas);  // one after the other
+  for (int32_t queues = 1; queues < pair.compute.num_queues; ++queues) {
+    const auto busy = busy_ctas(pair.compute, pair.heads[1], queues);
     if (!busy) break;
     // A CTA is worth its part of the machine, which either class's CTAs fill.
-    const int64_t room = int64_t{memory.num_ctas} * (compute.num_ctas - *busy) / compute.num_ctas;
-    const int64_t others = std::min<int64_t>(room / heads[0], memory.num_queues);
+    const int64_t room =
+        int64_t{pair.memory.num_ctas} * (pair.compute.num_ctas - *busy) / pair.compute.num_ctas;
+    const int64_t others = std::min<int64_t>(room / pair.heads[0], pair.memory.num_queues);
     if (others < 1) break;
-    const int64_t computing = (work[1] << 8) / *busy;
-    const int64_t both = std::max(reading_with(others), computing);
+    const int64_t computing = pair.computing(*busy);
+    const int64_t both = std::max(pair.reading(others), computing);
     if (both >= best) continue;
     best = both;
     shares.queues[0] = static_cast<int32_t>(others);
@@ -121,14 +138,24 @@ QueueShares share_queues(const PlanRequest& request, const int64_t* total_cost) 
     const int64_t spare =
         std::min((best - computing) * 64 / std::max<int64_t>(computing, 1), int64_t{15 * 64});
     shares.free_load = load + load * spare / 64;
-  }
-  // More reads in flight than the memory needs only delay those of the other class: 5/8 of the CTAs beside
-  // the chunk above took 542 us for both, 3/4 of them 566.
-  while (shares.free_load > 0 && (shares.queues[0] - 1) * heads[0] * 8 >= int64_t{memory.num_ctas} * 5 &&
-         reading_with(shares.queues[0] - 1) * 32 <= best * 33) {
-    --shares.queues[0];
+    shares.end = best;
   }
   return shares;
+}
+
+int32_t reading_queues(const PlanRequest& request, const int64_t* total_cost, const QueueShares& shares,
+                       int64_t load) {
+  // Up to 1/16 later, that is: more reads in flight than the memory needs delay those of the other class.
+  // Beside the chunk above 5/8 of the CTAs took 542 us for both, 3/4 of them 566.
+  const int64_t end = shares.end / shares.free_load * load / 16 * 17;
+  if (end < shares.end) return shares.queues[0];
+  const Pair pair(request, total_cost, 0);
+  int32_t queues = shares.queues[0];
+  while ((queues - 1) * pair.heads[0] * 8 >= int64_t{pair.memory.num_ctas} * 5 &&
+         pair.reading(queues - 1) <= end) {
+    --queues;
+  }
+  return queues;
 }
 
 }  // namespace jaxinfer

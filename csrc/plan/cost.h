@@ -32,10 +32,16 @@ struct QueueShares {
   // Load of a queue with which the second class ends when the first one does, or later where that is better
   // for both; 0: the classes run one after the other, each on all of its queues.
   int64_t free_load;
+  int64_t end;  // when both have ended, in a unit of share_queues'
 };
 
-// Chosen from the classes' total costs so that a class that multiplies and one that reads, side by side,
-// finish together as early as they can.
-QueueShares share_queues(const PlanRequest& request, const int64_t* total_cost);
+// Chosen from the classes' total costs so that a class that multiplies, whose longest piece costs
+// longest_piece, and one that reads, side by side, finish together as early as they can.
+QueueShares share_queues(const PlanRequest& request, const int64_t* total_cost, int64_t longest_piece);
+
+// Queues of the class that reads once the other one's fullest queue has `load`: fewer than its share where
+// that is enough to end with it. Only with a free_load.
+int32_t reading_queues(const PlanRequest& request, const int64_t* total_cost, const QueueShares& shares,
+                       int64_t load);
 
 }  // namespace jaxinfer
