@@ -48,6 +48,7 @@ class Mix:
 #: From mostly reading to mostly multiplying.
 MIXES = (
     Mix(63, 8192, 1, 512, 8192),
+    Mix(63, 8192, 1, 2048, 8192),
     Mix(64, 2048, 1, 512, 1024),
     Mix(32, 4096, 4, 2048, 2048),
     Mix(8, 1024, 1, 4096, 4096),
