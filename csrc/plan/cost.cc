@@ -1,4 +1,4 @@
-// Cost constants and the two rules that turn costs and CTA counts into queue counts.
+// Cost constants and the rules that turn costs and CTA counts into queue counts.
 #include "plan/cost.h"
 
 #include <algorithm>
@@ -68,8 +68,8 @@ std::optional<int64_t> busy_ctas(const ClassFormat& cls, int64_t heads, int64_t 
 
 // Time of a memory-bound class on `ctas` of its num_ctas CTAs, from `alone`, that on all of them. Measured on
 // an H200 (63 x 8192 tokens beside a chunk of 512) at 3/4, 5/8, 1/2, 3/8, 1/4 and 1/8 of the
-// CTAs: 1.09, 1.13, 1.19, 1.41, 2.0 and 3.9 times that, because half of the multiprocessors can read almost
-// as fast as the memory goes; these lines say 1.1, 1.14, 1.21, 1.39, 2.1 and 4.2.
+// CTAs: 1.09, 1.13, 1.19, 1.41, 2.0 and 3.9 times that, because fewer multiprocessors keep the memory nearly
+// as busy, until what each can read limits them; these lines say 1.1, 1.14, 1.21, 1.39, 2.1 and 4.2.
 int64_t reading_time(int64_t alone, int64_t ctas, int64_t num_ctas) {
   return std::max(alone * 7 / 8 + alone * num_ctas / (6 * ctas), alone * 13 * num_ctas / (25 * ctas));
 }
