@@ -97,6 +97,8 @@ void bind_cuda(nb::module_& m) {
         return sources;
       },
       "The headers of the GPU kernels: text by the name that #include uses.");
+  m.def("can_start_early", &cuda::can_start_early, nb::arg("major"),
+        "Whether devices of this compute capability start a kernel while the one before it runs.");
   m.def("driver_info", &driver_info,
         "Driver version, devices, and an error text where there is no usable driver.");
   m.def(

@@ -78,7 +78,13 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
                      std::to_string(format.num_classes + (merges ? 1 : 0)));
   if (params.num_tokens == 0) return ffi::Error::Success();
 
-  for (int32_t cls = 0; cls < format.num_classes; ++cls) {
+  // The classes run side by side. The last one goes first: its CTAs need a multiprocessor each where they run
+  // on warpgroups, which nothing would leave them once the smaller CTAs of the first class are there. The
+  // next class starts when all CTAs of the one before have started or ended, and reads nothing of what that
+  // one writes; all that both read was there before the first of them started, which waits for everything
+  // earlier. It ends after the one before, so that what follows waits for both (end_after_earlier_kernels).
+  cuda::Start start = cuda::Start::kAfterAll;
+  for (int32_t cls = format.num_classes - 1; cls >= 0; --cls) {
     if (format.classes[cls].item_capacity == 0 || format.classes[cls].num_ctas <= 0) continue;
     const cuda::Kernel& kernel = (*loaded)[cls];
     TensorMaps maps;
@@ -89,10 +95,11 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
       }
     }
     void* arguments[] = {&params, &cls, packed, &maps};
-    if (const auto error = cuda::launch(kernel, format.classes[cls].num_ctas, stream, arguments);
+    if (const auto error = cuda::launch(kernel, format.classes[cls].num_ctas, stream, arguments, start);
         !error.empty()) {
       return internal(error);
     }
+    start = cuda::Start::kEarly;
   }
   if (merges) {
     const cuda::Kernel& merge = loaded->back();

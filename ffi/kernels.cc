@@ -54,8 +54,7 @@ DeviceInfo read_device(int32_t ordinal) {
   info.name = name;
   info.arch = "sm_" + std::to_string(major * 10 + minor);
   if (info.arch == "sm_90") info.arch += "a";  // for the instructions that exist on this generation alone
-  // Streams can be captured with such launches from 12.3 on.
-  info.can_start_early = major >= 9 && driver().version >= 12030;
+  info.can_start_early = can_start_early(major);
   info.error = describe(api.primary_ctx_retain(&info.context, info.device), "cuDevicePrimaryCtxRetain");
   return info;
 }
@@ -136,6 +135,11 @@ std::string load_kernel(int32_t ordinal, const std::string& spec, Kernel* kernel
 void set_loader(Loader loader) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   registry().loader = std::move(loader);
+}
+
+bool can_start_early(int major) {
+  // Streams can be captured with such launches from 12.3 on.
+  return major >= 9 && driver().version >= 12030;
 }
 
 const DeviceInfo& device_info(int32_t ordinal) {

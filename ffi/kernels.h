@@ -41,8 +41,13 @@ struct Kernel {
 };
 
 // When a kernel may start: when what was launched before it on the stream has ended, or earlier, because it
-// waits on the GPU itself before it reads anything of the launch before (9.0 on; elsewhere as kAfterAll).
+// waits on the GPU itself before it reads anything of the launch before, and before it ends (9.0 on;
+// elsewhere as kAfterAll).
 enum class Start { kAfterAll, kEarly };
+
+// Whether devices of this compute capability (its major part), with the driver of this machine, know
+// Start::kEarly.
+bool can_start_early(int major);
 
 // Facts about a device, read once.
 struct DeviceInfo {

@@ -34,8 +34,9 @@ PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tok
                          int32_t num_layouts, int64_t kv_capacity, int32_t page_size, bool contiguous,
                          int32_t num_qo_heads, int32_t num_kv_heads, int32_t head_dim_qk, int32_t head_dim_vo,
                          int32_t element_size, bool causal, std::optional<int32_t> window_left,
-                         std::optional<int32_t> window_right, bool runs, bool batch_invariant,
-                         int32_t split_tokens, const std::optional<std::vector<CostTuple>>& costs) {
+                         std::optional<int32_t> window_right, bool runs, bool side_by_side,
+                         bool batch_invariant, int32_t split_tokens,
+                         const std::optional<std::vector<CostTuple>>& costs) {
   require(num_tokens >= 0 && num_rows >= 0 && num_layouts >= 1 && kv_capacity >= 0 && page_size >= 1,
           "negative or missing sizes");
   require(num_kv_heads >= 1 && num_qo_heads >= 1 && num_qo_heads % num_kv_heads == 0, "heads do not divide");
@@ -56,6 +57,7 @@ PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tok
   request.head_dim_vo = head_dim_vo;
   request.element_size = element_size;
   request.schedule = runs ? Schedule::kRuns : Schedule::kLpt;
+  request.side_by_side = side_by_side;
   request.batch_invariant = batch_invariant;
   request.split_tokens = split_tokens;
   request.clip.causal = causal;
@@ -75,7 +77,7 @@ PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tok
     require(request.tokens_per_tile(c) >= 1, "a tile must hold one token");
     require(c == 0 || request.tokens_per_tile(c) > request.tokens_per_tile(c - 1),
             "classes by ascending tokens");
-    request.costs[c] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
+    request.costs[c] = default_costs(request.schedule, cls, request.group_size());
     if (costs) {
       const auto [fixed, alpha, beta, floor, weight] = (*costs)[c];
       Costs& given = request.costs[c];
@@ -151,19 +153,19 @@ void bind_plan(nb::module_& m) {
              int32_t num_layouts, int64_t kv_capacity, int32_t page_size, bool contiguous,
              int32_t num_qo_heads, int32_t num_kv_heads, int32_t head_dim_qk, int32_t head_dim_vo,
              int32_t element_size, bool causal, std::optional<int32_t> window_left,
-             std::optional<int32_t> window_right, bool runs, bool batch_invariant, int32_t split_tokens,
-             const std::optional<std::vector<CostTuple>>& costs) {
+             std::optional<int32_t> window_right, bool runs, bool side_by_side, bool batch_invariant,
+             int32_t split_tokens, const std::optional<std::vector<CostTuple>>& costs) {
             new (self) Planner(make_request(classes, num_tokens, num_rows, num_layouts, kv_capacity,
                                             page_size, contiguous, num_qo_heads, num_kv_heads, head_dim_qk,
                                             head_dim_vo, element_size, causal, window_left, window_right,
-                                            runs, batch_invariant, split_tokens, costs));
+                                            runs, side_by_side, batch_invariant, split_tokens, costs));
           },
           nb::kw_only(), nb::arg("classes"), nb::arg("num_tokens"), nb::arg("num_rows"),
           nb::arg("num_layouts"), nb::arg("kv_capacity"), nb::arg("page_size"), nb::arg("contiguous"),
           nb::arg("num_qo_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim_qk"), nb::arg("head_dim_vo"),
           nb::arg("element_size"), nb::arg("causal"), nb::arg("window_left").none(),
-          nb::arg("window_right").none(), nb::arg("runs"), nb::arg("batch_invariant"),
-          nb::arg("split_tokens"), nb::arg("costs") = nb::none())
+          nb::arg("window_right").none(), nb::arg("runs"), nb::arg("side_by_side"),
+          nb::arg("batch_invariant"), nb::arg("split_tokens"), nb::arg("costs") = nb::none())
       .def("__call__", &Planner::plan, nb::arg("q_start").noconvert(), nb::arg("q_len").noconvert(),
            nb::arg("kv_start").noconvert(), nb::arg("kv_indices").noconvert(), nb::arg("kv_len").noconvert(),
            nb::arg("kv_offset").noconvert(), nb::arg("q_pos").noconvert(), nb::arg("block_pos").none(),

@@ -217,6 +217,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "and without attention, against reading its weights and KV cache once. Needs a GPU with 80 GB.",
     )
     step.set_defaults(run=_bench_step)
+    mixed = what.add_parser(
+        "mixed",
+        help="decode rows and prefill chunks in one call",
+        description="Times attention of batches in which some requests decode and others prefill a chunk, against a "
+        "call for each of the two (bfloat16, 32/8 heads of 128, pages of 16). Needs a GPU.",
+    )
+    mixed.set_defaults(run=_bench_mixed)
 
 
 def _add_row_options(parser: argparse.ArgumentParser) -> None:
@@ -372,6 +379,15 @@ def _bench_step(args: argparse.Namespace) -> int:
     if _platform() == "cpu":
         raise ValueError("bench step: the model is too large for a CPU; it needs a GPU")
     bench_step()
+    return 0
+
+
+def _bench_mixed(args: argparse.Namespace) -> int:
+    from jaxinfer.bench.mixed import bench_mixed
+
+    if _platform() == "cpu":
+        raise ValueError("bench mixed: the batches are too large for a CPU; they need a GPU")
+    bench_mixed()
     return 0
 
 

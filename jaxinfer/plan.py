@@ -77,6 +77,7 @@ class PlanSpec:
     window_right: int | None
     softmax: bool
     schedule: str
+    side_by_side: bool
     batch_invariant: bool
     split_tokens: int
 
@@ -291,6 +292,7 @@ def _static_plan(
         window_right=window_right,
         softmax=softmax,
         schedule=schedule,
+        side_by_side=len(tiles) > 1 and on_gpu and _side_by_side(),
         batch_invariant=bool(batch_invariant),
         split_tokens=split_tokens,
     )
@@ -324,6 +326,7 @@ def planner_of(spec: PlanSpec) -> _native.Planner:
         window_left=spec.window_left,
         window_right=spec.window_right,
         runs=spec.schedule == "runs",
+        side_by_side=spec.side_by_side,
         batch_invariant=spec.batch_invariant,
         split_tokens=spec.split_tokens,
     )
@@ -424,6 +427,12 @@ def _check_tiles(tiles: Any, group_size: int) -> tuple[int, ...]:
 def _has_warpgroups() -> bool:
     """Whether large tiles run on Hopper's warpgroup instructions where nobody asks for a kernel."""
     return str(jax.devices()[0].compute_capability) == "9.0"
+
+
+def _side_by_side() -> bool:
+    """Whether the kernels of two classes run at the same time."""
+    major, _, _ = str(jax.devices()[0].compute_capability).partition(".")
+    return _native.can_start_early(int(major))
 
 
 def _check_num_ctas(num_ctas: Any, tiles: tuple[int, ...], on_gpu: bool, warpgroups: bool) -> tuple[int, ...]:

@@ -26,8 +26,9 @@ class Setting:
     num_kv_heads: int
     classes: tuple[tuple[int, bool, int, int], ...]
     variant: Variant = field(default_factory=Variant)
-    costs: tuple[int, int, int, int, int] = (0, 0, 1, 32, 1)  # fixed, alpha, beta, floor, weight
+    costs: tuple[int, int, int, int, int] | None = (0, 0, 1, 32, 1)  # fixed, alpha, beta, floor, weight
     runs: bool = False
+    side_by_side: bool = False
     batch_invariant: bool = False
     split_tokens: int = 32
 
@@ -53,9 +54,10 @@ class Setting:
             window_left=self.variant.window_left,
             window_right=self.variant.window_right,
             runs=self.runs,
+            side_by_side=self.side_by_side,
             batch_invariant=self.batch_invariant,
             split_tokens=self.split_tokens,
-            costs=[self.costs] * len(self.classes),
+            costs=None if self.costs is None else [self.costs] * len(self.classes),
         )
 
     def pack(self, layout: BlockSparse, num_pages: int | None = None) -> np.ndarray[Any, Any]:
@@ -176,6 +178,7 @@ def random_setting(rng: np.random.Generator, group_size: int, num_layouts: int) 
             int(rng.choice([1, 3])),
         ),
         runs=bool(rng.random() < 0.3),
+        side_by_side=bool(rng.random() < 0.5),
         batch_invariant=bool(num_layouts == 1 and rng.random() < 0.3),
         split_tokens=int(rng.choice([16, 32, 64])),
     )

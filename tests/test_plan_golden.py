@@ -2,7 +2,8 @@
 
 A difference means that compiled programs, saved plans or other executors read something else than they were
 built for: raise kPlanVersion in csrc/plan/format.h, then write the file anew with
-`python tests/test_plan_golden.py`. Costs are given here, so that tuning the defaults changes nothing.
+`python tests/test_plan_golden.py`. Where only decisions differ, another split of queues say, the latter is enough.
+Costs are given here, so that tuning the defaults changes nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ CAUSAL = Variant(causal=True)
 CASES: dict[str, tuple[BlockSparse, Setting]] = {
     "decode": (decode_layout(), Setting(4, 2, (SMALL,), costs=COSTS)),
     "prefill": (prefill_layout(), Setting(4, 2, (SMALL, LARGE), CAUSAL, COSTS)),
+    "side_by_side": (prefill_layout(), Setting(4, 2, (SMALL, LARGE), CAUSAL, COSTS, side_by_side=True)),
     "unpacked": (prefill_layout(), Setting(4, 2, (SMALL, (16, False, 2, 4)), CAUSAL, COSTS)),
     "composed": (composed_layout(), Setting(1, 2, (SMALL,), CAUSAL, COSTS)),
     "block_mask": (

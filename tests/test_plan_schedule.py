@@ -151,26 +151,103 @@ def test_number_of_queues_is_the_smallest_that_fills_its_last_round() -> None:
             assert _native.choose_num_queues(num_ctas, heads) == fits[0]
 
 
-def test_two_classes_share_the_queues_by_their_costs() -> None:
-    """Decode and prefill side by side: each class's time on its queues ends near the common end."""
-    q_len = np.concatenate([np.ones(64, int), [4096]])
-    qo = np.concatenate([[0], np.cumsum(q_len)])
-    kv_len = np.concatenate([np.full(64, 16384), [4096]])
-    layout = paged_layout(np.random.default_rng(0), qo, kv_len, 16, int(qo[-1]))
-    costs = (0, 0, 1, 128, 1)
-    setting = Setting(4, 8, ((16, True, 33, 264), (128, True, 33, 264)), Variant(causal=True), costs)
-    view = setting.view(layout)
-    queue = [loads(cls, costs) for cls in view.classes]
-    used = [np.count_nonzero(x) for x in queue]
-    assert all(1 < u < 33 for u in used) and 33 <= sum(used) <= 34
-    assert all((x[u:] == 0).all() for x, u in zip(queue, used, strict=True))
-    assert max(x.max() for x in queue) <= 1.1 * min(x.max() for x in queue)
+GPU = Setting(
+    4,
+    8,
+    ((16, True, 33, 264), (128, True, 33, 132)),
+    Variant(causal=True),
+    (0, 0, 1, 128, 1),
+    side_by_side=True,
+)
+
+
+def mixed_layout(decode: Any, chunks: list[tuple[int, int]]) -> BlockSparse:
+    """Single tokens over `decode` KV tokens each, then chunks as (q_len, kv_len)."""
+    q_len = [1] * len(decode) + [q for q, _ in chunks]
+    kv_len = [*decode, *(kv for _, kv in chunks)]
+    return paged_layout(np.random.default_rng(0), np.cumsum([0, *q_len]), kv_len, 16, sum(q_len))
+
+
+def queues_used(setting: Setting, layout: BlockSparse) -> list[int]:
+    """Of each class; checked to be the first ones."""
+    out = []
+    for cls in setting.view(layout).classes:
+        queue = loads(cls, setting.costs)
+        out.append(int(np.count_nonzero(queue)))
+        assert not queue[out[-1] :].any()
+    return out
+
+
+def modelled_end(work: list[Any], reading: int, computing: int) -> float:
+    """When both classes of GPU have ended on so many queues; `work` in CTAs times time."""
+    alone, share = work[0] / 264, 264 / (8 * reading)
+    return float(max(alone * max(7 / 8 + share / 6, 13 * share / 25), work[1] / (4 * computing)))
+
+
+def test_classes_side_by_side_fit_the_machine_and_end_early() -> None:
+    """Against every split of the machine: the end that the planner's own cost model gives each."""
+    split = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        # Enough for every queue: those that stay empty for want of tiles would look like another decision.
+        decode = rng.integers(500, 9000, int(rng.integers(33, 128)))
+        lengths = [
+            (int(q), int(q + rng.integers(0, 6000))) for q in rng.integers(256, 1500, rng.integers(1, 5))
+        ]
+        layout = mixed_layout(decode, lengths)
+        work = [loads(cls, GPU.costs).sum() * 8 for cls in GPU.view(layout).classes]
+
+        in_turn = work[0] / 264 + work[1] / 132
+        best = min(in_turn, min(modelled_end(work, 33 - n, n) for n in range(1, 33)))
+        used = queues_used(GPU, layout)
+        if sum(used) > 33:  # in turn, each class on all the queues that it can fill
+            assert in_turn <= 1.01 * best
+            continue
+        split += 1
+        assert 4 * used[1] + 8 * used[0] / 2 <= 132
+        assert modelled_end(work, *used) <= 1.08 * best  # reads may end 1/16 later
+        assert np.array_equal(GPU.pack(layout), GPU.pack(layout))
+    assert split > 20
+
+
+def test_few_large_tiles_stay_whole_beside_decode() -> None:
+    """16 tiles on a few queues: cuts would end the class earlier than the other one, and leave a merge."""
+    layout = mixed_layout(np.full(63, 8192), [(512, 8192)])
+    setting = dataclasses.replace(GPU, costs=None)  # the defaults
+    cls = setting.view(layout).classes[1]
+    assert len(cls.used) == len(tiles_of(cls)) == 16
+    assert (cls.used["out"] == -1).all()
+
+
+def test_a_short_chunk_takes_few_queues() -> None:
+    """Its tiles are too short to be cut, so that more queues would not make it end earlier."""
+    defaults = dataclasses.replace(GPU, costs=None, runs=True)
+    layout = mixed_layout(np.full(64, 2048), [(128, 1024)])
+    queues = [int(np.count_nonzero(loads(cls, (96, 1, 1, 64, 1)))) for cls in defaults.view(layout).classes]
+    assert queues == [31, 2]
 
 
 def test_a_class_alone_uses_all_its_queues() -> None:
-    setting = Setting(4, 8, ((16, True, 33, 264), (128, True, 33, 132)), costs=(0, 0, 1, 128, 1))
-    queue = loads(setting.view(decode_layout(np.full(64, 4096))).classes[0], setting.costs)
-    assert np.count_nonzero(queue) == 33
+    layouts = mixed_layout(np.full(64, 4096), []), mixed_layout([], [(4096, 4096)])
+    for index, layout in enumerate(layouts):
+        for setting in (GPU, dataclasses.replace(GPU, side_by_side=False)):
+            used = queues_used(setting, layout)
+            assert used[index] == 33 and used[1 - index] == 0
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        dataclasses.replace(GPU, side_by_side=False),
+        # Both read.
+        dataclasses.replace(GPU, classes=((16, True, 33, 264), (64, True, 33, 264))),
+        # A CTA has workers of many queues, so that few queues would not be few CTAs.
+        dataclasses.replace(GPU, num_kv_heads=7, classes=((16, True, 37, 264), (128, True, 94, 132))),
+    ],
+)
+def test_classes_in_turn_use_all_their_queues(setting: Setting) -> None:
+    layout = mixed_layout(np.full(64, 8192), [(4096, 8192)])
+    assert queues_used(setting, layout) == [queues for _, _, queues, _ in setting.classes]
 
 
 def test_rows_go_to_the_first_class_that_holds_them() -> None:

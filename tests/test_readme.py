@@ -37,7 +37,16 @@ def test_other_commands_parse():
     assert len(lines) >= 8
     for line in lines:
         parser().parse_args(shlex.split(line, comments=True))
-    for what in ("generate", "info", "warmup", "bench plan", "bench decode", "bench prefill", "bench step"):
+    for what in (
+        "generate",
+        "info",
+        "warmup",
+        "bench plan",
+        "bench decode",
+        "bench prefill",
+        "bench step",
+        "bench mixed",
+    ):
         assert f"    python -m jaxinfer {what} " in readme_text.section("Command line")
 
 

@@ -492,6 +492,7 @@ JAXINFER_DEVICE void attention_mma(const AttentionParams& params, int cls, const
   }
   MmaAttention<Config, Variant> attention(params, cls, operands, memory, *state);
   attention.run();
+  end_after_earlier_kernels();
 }
 
 }  // namespace jaxinfer

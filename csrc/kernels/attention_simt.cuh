@@ -389,6 +389,7 @@ JAXINFER_DEVICE void attention_simt(const AttentionParams& params, int cls, cons
   allow_next_kernel();
   SimtAttention<Config, Variant> attention(params, cls, operands, memory);
   attention.run();
+  end_after_earlier_kernels();
 }
 
 }  // namespace jaxinfer

@@ -43,6 +43,7 @@ JAXINFER_DEVICE void attention_wgmma(const AttentionParams& params, int cls, con
     take_registers<Config::kConsumerRegisters>();
     WgmmaConsumer<Config, Variant>(params, cls, operands, memory).run();
   }
+  end_after_earlier_kernels();
 }
 
 }  // namespace jaxinfer

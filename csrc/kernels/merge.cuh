@@ -147,9 +147,7 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
       }
     } while (i < all);
   }
-  // What comes next on the stream waits for this kernel alone, which must not end before the attention
-  // kernels, even without any entry.
-  if (blockIdx.x == 0) wait_for_earlier_kernels();
+  end_after_earlier_kernels();  // even without any entry
 }
 
 }  // namespace jaxinfer

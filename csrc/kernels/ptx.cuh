@@ -158,6 +158,12 @@ JAXINFER_DEVICE void wait_for_earlier_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// The last act of a kernel that may start early. Whoever follows on the stream waits for this kernel alone,
+// so it must not end before those in front of it have, even where it never reads what they write: one CTA
+// that waits keeps the grid from being complete.
+JAXINFER_DEVICE void end_after_earlier_kernels() {
+  if (blockIdx.x == 0) wait_for_earlier_kernels();
+}
 // The next kernel may start when all CTAs have said this or ended.
 JAXINFER_DEVICE void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900

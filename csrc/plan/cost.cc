@@ -1,7 +1,8 @@
-// Cost constants and the two rules that turn costs and CTA counts into queue counts.
+// Cost constants and the rules that turn costs and CTA counts into queue counts.
 #include "plan/cost.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace jaxinfer {
 
@@ -18,14 +19,18 @@ namespace jaxinfer {
 //   pieces takes half of the time that two pieces take.
 // - granule: the four streams of a CTA read 16 tokens each at a time.
 // - merge: the merge kernel is worth launching where cuts win more than its 2 to 4 us, 80 tokens of a CTA.
-// - weight: a CTA with the whole machine behind it reads one KV token (K and V, head dim 128, bf16) in 41 ns
-//   at 3.3 TB/s over 264 CTAs and multiplies it with 128 rows in 14 ns at 600 TFLOP/s over 132 CTAs.
-Costs default_costs(Schedule schedule, bool compute_bound) {
-  constexpr Costs kMemoryBound{/*fixed=*/48, /*alpha=*/1,    /*beta=*/1,  /*floor=*/512,
-                               /*weight=*/3, /*granule=*/64, /*merge=*/80};
-  constexpr Costs kComputeBound{/*fixed=*/128, /*alpha=*/1,    /*beta=*/1,   /*floor=*/1024,
-                                /*weight=*/1,  /*granule=*/64, /*merge=*/128};
+// - merge_token: the merge of one query token's two pieces (32 heads, head dim 128) takes 0.14 us, a CTA with
+//   two of eight heads 32 ns for a KV token.
+// - weight, in nanoseconds: while all 264 CTAs read, each takes 30 for one KV token (K and V, head dim 128,
+//   bf16, 4.5 TB/s); while all 132 CTAs multiply, or some do beside others that read, 16 for 128 rows.
+Costs default_costs(Schedule schedule, const ClassFormat& cls, int32_t group_size) {
+  constexpr Costs kMemoryBound{/*fixed=*/48,  /*alpha=*/1,    /*beta=*/1,   /*floor=*/512,
+                               /*weight=*/30, /*granule=*/64, /*merge=*/80, /*merge_token=*/0};
+  constexpr Costs kComputeBound{/*fixed=*/128, /*alpha=*/1,    /*beta=*/1,    /*floor=*/1024,
+                                /*weight=*/16, /*granule=*/64, /*merge=*/128, /*merge_token=*/4};
+  const bool compute_bound = cls.is_compute_bound(group_size);
   Costs costs = compute_bound ? kComputeBound : kMemoryBound;
+  if (compute_bound) costs.weight = costs.weight * cls.tile / 128;
   if (schedule == Schedule::kRuns && !compute_bound) {
     costs.fixed = 96;
     costs.floor = 64;
@@ -50,28 +55,107 @@ int32_t choose_num_queues(int32_t num_ctas, int32_t heads) {
   return num_ctas;
 }
 
-void choose_queues_used(const PlanRequest& request, const int64_t* total_cost, int32_t* queues_used) {
+namespace {
+
+// CTAs of a compute-bound class that have work when `queues` of its queues do; none where that is not their
+// share.
+std::optional<int64_t> busy_ctas(const ClassFormat& cls, int64_t heads, int64_t queues) {
+  if (cls.num_queues * heads <= cls.num_ctas) return queues * heads;
+  // All workers of CTA c, which are c, c + num_ctas, ..., are of queue c % num_queues.
+  if (cls.num_ctas % cls.num_queues == 0) return queues * (cls.num_ctas / cls.num_queues);
+  return std::nullopt;
+}
+
+// Time of a memory-bound class on `ctas` of its num_ctas CTAs, from `alone`, that on all of them. Measured on
+// an H200 (63 x 8192 tokens beside a chunk of 512) at 3/4, 5/8, 1/2, 3/8, 1/4 and 1/8 of the
+// CTAs: 1.09, 1.13, 1.19, 1.41, 2.0 and 3.9 times that, because fewer multiprocessors keep the memory nearly
+// as busy, until what each can read limits them; these lines say 1.1, 1.14, 1.21, 1.39, 2.1 and 4.2.
+int64_t reading_time(int64_t alone, int64_t ctas, int64_t num_ctas) {
+  return std::max(alone * 7 / 8 + alone * num_ctas / (6 * ctas), alone * 13 * num_ctas / (25 * ctas));
+}
+
+// A class that reads and one that multiplies, and how long they would take, all in one unit of time.
+struct Pair {
+  const ClassFormat& memory;
+  const ClassFormat& compute;
+  int64_t heads[kMaxClasses];
+  int64_t work[kMaxClasses];  // CTAs times time
+  int64_t longest;            // time of the longest piece, for all heads that a CTA has of its queue
+
+  Pair(const PlanRequest& request, const int64_t* total_cost, int64_t longest_piece)
+      : memory(request.format.classes[0]), compute(request.format.classes[1]) {
+    for (int32_t c = 0; c < kMaxClasses; ++c) {
+      heads[c] = num_heads(request.format.classes[c], request.num_qo_heads, request.num_kv_heads);
+      work[c] = total_cost[c] * request.costs[c].weight * heads[c];
+    }
+    longest =
+        (longest_piece * request.costs[1].weight * ceil_div(compute.num_queues * heads[1], compute.num_ctas))
+        << 8;
+    // Halved until a time, in 2^-8, fits in 64 bits with a number of CTAs (< 2^16).
+    while (std::max(work[0], work[1]) >= (int64_t{1} << 36)) {
+      work[0] >>= 1;
+      work[1] >>= 1;
+      longest >>= 1;
+    }
+  }
+  int64_t reading() const { return (work[0] << 8) / memory.num_ctas; }
+  int64_t reading(int64_t queues) const {
+    return reading_time(reading(), queues * heads[0], memory.num_ctas);
+  }
+  int64_t computing(int64_t ctas) const { return std::max((work[1] << 8) / ctas, longest); }
+};
+
+}  // namespace
+
+QueueShares share_queues(const PlanRequest& request, const int64_t* total_cost, int64_t longest_piece) {
   const PlanFormat& format = request.format;
-  if (format.num_classes == 1) {
-    queues_used[0] = format.classes[0].num_queues;
-    return;
+  QueueShares shares{};
+  for (int32_t c = 0; c < format.num_classes; ++c) shares.queues[c] = format.classes[c].num_queues;
+  // Two classes that wait for the same thing gain nothing from each other.
+  if (format.num_classes == 1 || !request.side_by_side ||
+      format.classes[0].is_compute_bound(request.group_size()) ||
+      !format.classes[1].is_compute_bound(request.group_size())) {
+    return shares;
   }
-  // Class c alone takes total * weight / num_queues; its share of the sum of both times is the share of its
-  // queues that lets both end at that sum. Costs are halved until the products fit in 64 bits (queues <
-  // 2^16).
-  int64_t scaled[kMaxClasses];
-  for (int32_t c = 0; c < kMaxClasses; ++c) scaled[c] = total_cost[c] * request.costs[c].weight;
-  while (std::max(scaled[0], scaled[1]) >= (int64_t{1} << 28)) {
-    scaled[0] >>= 1;
-    scaled[1] >>= 1;
+  const Pair pair(request, total_cost, longest_piece);
+  int64_t best = pair.reading() + pair.computing(pair.compute.num_ctas);  // one after the other
+  for (int32_t queues = 1; queues < pair.compute.num_queues; ++queues) {
+    const auto busy = busy_ctas(pair.compute, pair.heads[1], queues);
+    if (!busy) break;
+    // A CTA is worth its part of the machine, which either class's CTAs fill.
+    const int64_t room =
+        int64_t{pair.memory.num_ctas} * (pair.compute.num_ctas - *busy) / pair.compute.num_ctas;
+    const int64_t others = std::min<int64_t>(room / pair.heads[0], pair.memory.num_queues);
+    if (others < 1) break;
+    const int64_t computing = pair.computing(*busy);
+    const int64_t both = std::max(pair.reading(others), computing);
+    if (both >= best) continue;
+    best = both;
+    shares.queues[0] = static_cast<int32_t>(others);
+    shares.queues[1] = queues;
+    // At most 16 times its load, which more than holds every tile.
+    const int64_t load = ceil_div(total_cost[1], queues);
+    const int64_t spare =
+        std::min((best - computing) * 64 / std::max<int64_t>(computing, 1), int64_t{15 * 64});
+    shares.free_load = load + load * spare / 64;
+    shares.end = best;
   }
-  const int64_t queues[kMaxClasses] = {format.classes[0].num_queues, format.classes[1].num_queues};
-  const int64_t time[kMaxClasses] = {scaled[0] * queues[1], scaled[1] * queues[0]};
-  const int64_t sum = std::max<int64_t>(time[0] + time[1], 1);
-  for (int32_t c = 0; c < kMaxClasses; ++c) {
-    const int64_t used = std::max<int64_t>(ceil_div(queues[c] * time[c], sum), 1);
-    queues_used[c] = total_cost[c] == 0 ? 0 : static_cast<int32_t>(std::min(used, queues[c]));
+  return shares;
+}
+
+int32_t reading_queues(const PlanRequest& request, const int64_t* total_cost, const QueueShares& shares,
+                       int64_t load) {
+  // Up to 1/16 later, that is: more reads in flight than the memory needs delay those of the other class.
+  // Beside the chunk above 5/8 of the CTAs took 542 us for both, 3/4 of them 566.
+  const int64_t end = shares.end / shares.free_load * load / 16 * 17;
+  if (end < shares.end) return shares.queues[0];
+  const Pair pair(request, total_cost, 0);
+  int32_t queues = shares.queues[0];
+  while ((queues - 1) * pair.heads[0] * 8 >= int64_t{pair.memory.num_ctas} * 5 &&
+         pair.reading(queues - 1) <= end) {
+    --queues;
   }
+  return queues;
 }
 
 }  // namespace jaxinfer

@@ -18,9 +18,10 @@ struct Costs {
   int64_t alpha;    // per query token
   int64_t beta;     // per KV token, at least 1
   int64_t floor;    // fewest KV tokens worth a cut; a multiple of 16, at least 32
-  int64_t weight;   // time of one cost unit relative to the other class, when each has the whole machine
+  int64_t weight;   // time of one cost unit on one of num_ctas CTAs, in the unit of the other class's
   int64_t granule;  // KV tokens that a CTA takes at a time; a multiple of 16 (runs)
-  int64_t merge;    // what partial results cost once, wherever there are any (runs)
+  int64_t merge;    // what partial results cost once, wherever there are any (runs; lpt beside another class)
+  int64_t merge_token;  // and for each query token of a tile that is cut (lpt beside another class)
 };
 
 // The rules that bound which KV positions a token can see; everything else is masked inside the range.
@@ -43,6 +44,7 @@ struct PlanRequest {
   int32_t head_dim_vo;
   int32_t element_size;  // bytes of one element of K and V
   Schedule schedule;
+  bool side_by_side;  // the launches of two classes overlap, and share the machine by the queues they use
   bool batch_invariant;
   int32_t split_tokens;  // KV tokens between cuts, read with batch_invariant only; a multiple of 16
   ClipRule clip;

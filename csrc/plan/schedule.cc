@@ -200,8 +200,30 @@ struct Scratch {
   std::vector<uint64_t> sections;  // [tiles]
   std::vector<uint64_t> keys;      // [tiles or pieces]
   std::vector<int32_t> order;      // [tiles or pieces]
+  std::vector<int64_t> loads;      // [queues]
   Heap heap;
 };
+
+// A compute-bound class beside another one, cut and dealt already: deals whole tiles instead where that ends
+// with the other class or before the cuts and the merge behind both would. Returns the load of the fullest
+// queue.
+int64_t deal_beside(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues, int64_t free_load,
+                    Scratch* scratch, ClassPieces* out) {
+  scratch->loads.assign(num_queues, 0);
+  int64_t cut_tokens = 0;
+  for (size_t i = 0; i < out->pieces.size(); ++i) {
+    const Piece& piece = out->pieces[i];
+    const Tile& tile = tiles[piece.tile];
+    scratch->loads[piece.queue] += item_cost(costs, tile.num_tokens, piece.kv_end - piece.kv_begin);
+    if (i > 0 && out->pieces[i - 1].tile == piece.tile) cut_tokens += tile.num_tokens;
+  }
+  const int64_t cut = *std::max_element(scratch->loads.begin(), scratch->loads.end());
+  if (cut_tokens == 0) return cut;
+  const int64_t whole = deal_whole(tiles, scratch->order, costs, num_queues, &scratch->heap, nullptr);
+  if (whole > std::max(free_load, cut) + costs.merge + costs.merge_token * cut_tokens) return cut;
+  out->pieces.clear();
+  return deal_whole(tiles, scratch->order, costs, num_queues, &scratch->heap, out);
+}
 
 // `order` sorted by (section in a compute-bound class, descending cost, index); cost(i) and tile_of(i) of its
 // i-th.
@@ -228,24 +250,32 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
     return item_cost(request.costs[c], tile.num_tokens, kv_tokens);
   };
   int64_t total_cost[kMaxClasses] = {};
+  int64_t longest_piece[kMaxClasses] = {};  // cost of what cannot be cut any further
+  const auto count = [&](int32_t c, const Tile& tile, int64_t kv_tokens, int64_t largest_piece) {
+    total_cost[c] += tile_cost(c, tile, kv_tokens);
+    longest_piece[c] = std::max(longest_piece[c], tile_cost(c, tile, std::min(kv_tokens, largest_piece)));
+  };
   for (int32_t c = 0; c < request.format.num_classes; ++c) {
     classes[c].pieces.clear();
     classes[c].order.clear();
     if (request.batch_invariant) {
       cut_by_row(layout, request, c, tiles[c], &classes[c]);
-      for (const Piece& p : classes[c].pieces)
-        total_cost[c] += tile_cost(c, tiles[c][p.tile], p.kv_end - p.kv_begin);
+      for (const Piece& p : classes[c].pieces) {
+        count(c, tiles[c][p.tile], p.kv_end - p.kv_begin, p.kv_end - p.kv_begin);
+      }
     } else {
-      for (const Tile& tile : tiles[c]) total_cost[c] += tile_cost(c, tile, tile.kv_end - tile.kv_begin);
+      const int64_t uncut = request.costs[c].floor * 3 / 2;
+      for (const Tile& tile : tiles[c]) count(c, tile, tile.kv_end - tile.kv_begin, uncut);
     }
   }
-  int32_t queues_used[kMaxClasses];
-  choose_queues_used(request, total_cost, queues_used);
+  QueueShares shares = share_queues(request, total_cost, longest_piece[1]);
 
-  for (int32_t c = 0; c < request.format.num_classes; ++c) {
+  // The first class's queues may depend on what the last one's came to.
+  for (int32_t c = request.format.num_classes - 1; c >= 0; --c) {
     if (tiles[c].empty()) continue;
     const ClassFormat& cls = request.format.classes[c];
     const Costs& costs = request.costs[c];
+    const int32_t num_queues = shares.queues[c];
     const bool by_section = cls.is_compute_bound(request.group_size());
     if (by_section) {
       scratch.sections.resize(tiles[c].size());
@@ -257,7 +287,7 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
         return tile_cost(c, tiles[c][pieces[i].tile], pieces[i].kv_end - pieces[i].kv_begin);
       };
       sort_by_cost(pieces.size(), by_section, cost, [&](size_t i) { return pieces[i].tile; }, &scratch);
-      LeastLoaded queues(&scratch.heap, queues_used[c]);
+      LeastLoaded queues(&scratch.heap, num_queues);
       for (int32_t i : scratch.order) {
         pieces[i].queue = queues.queue();
         queues.add(cost(i));
@@ -270,13 +300,17 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
     };
     sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
     if (request.schedule == Schedule::kRuns && !by_section) {
-      schedule_runs(tiles[c], scratch.order, costs, queues_used[c], total_cost[c], &scratch.heap,
-                    &classes[c]);
+      schedule_runs(tiles[c], scratch.order, costs, num_queues, total_cost[c], &scratch.heap, &classes[c]);
     } else {
       int64_t largest_own = 0;
       for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));
-      const int64_t quota = ceil_div(total_cost[c], queues_used[c]) + largest_own;
-      cut_and_deal(tiles[c], scratch.order, costs, quota, queues_used[c], &scratch.heap, &classes[c]);
+      const int64_t quota = ceil_div(total_cost[c], num_queues) + largest_own;
+      cut_and_deal(tiles[c], scratch.order, costs, quota, num_queues, &scratch.heap, &classes[c]);
+      if (by_section && shares.free_load > 0) {
+        const int64_t load =
+            deal_beside(tiles[c], request.costs[c], num_queues, shares.free_load, &scratch, &classes[c]);
+        shares.queues[0] = reading_queues(request, total_cost, shares, load);
+      }
     }
     classes[c].order.resize(classes[c].pieces.size());
     std::iota(classes[c].order.begin(), classes[c].order.end(), 0);

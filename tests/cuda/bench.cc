@@ -47,13 +47,7 @@ AttentionParams spec_params(const Options& o) {
   a.head_dim_vo = o.head_dim_vo;
   a.variant.rules = o.rules;
   a.format.num_classes = static_cast<int32_t>(o.classes.size());
-  for (size_t c = 0; c < o.classes.size(); ++c) {
-    ClassFormat& cls = a.format.classes[c];
-    cls.tile = o.classes[c].tile;
-    cls.packed = o.classes[c].packed ? 1 : 0;
-    cls.num_ctas = o.num_ctas;
-    cls.num_queues = choose_num_queues(o.num_ctas, num_heads(cls, o.num_qo_heads, o.num_kv_heads));
-  }
+  for (size_t c = 0; c < o.classes.size(); ++c) a.format.classes[c] = class_format(o, c);
   return a;
 }
 

@@ -131,8 +131,8 @@ inline void launch(const LoadedKernel& kernel, int64_t grid, void** arguments, c
 
 // When the kernel that merges partial states may start.
 enum class Merge {
-  kAfter,      // when the attention kernel has ended
-  kDependent,  // before that, to wait on the GPU
+  kAfter,      // when the attention kernels have ended, which run one after the other then
+  kDependent,  // before that, to wait on the GPU; attention kernels run side by side
   kNone,       // never: what attention alone takes
 };
 inline const char* merge_name(Merge merge) {
@@ -168,13 +168,21 @@ inline void launch_merge(const Kernels& kernels, AttentionParams params, cudaStr
       kernel, std::min<int64_t>((warps + per_cta - 1) / per_cta, 1056), arguments, stream);
 }
 
-// The launches of one attention call.
+// A class's launch; the first one of a call waits for everything before.
+inline void launch_class(const LoadedKernel& kernel, const AttentionParams& params, int cls, void** arguments,
+                         cudaStream_t stream, Merge merge) {
+  const bool first = cls == params.format.num_classes - 1;
+  (first || merge == Merge::kAfter ? launch : launch_dependent)(kernel, params.format.classes[cls].num_ctas,
+                                                                arguments, stream);
+}
+
+// The launches of one attention call, in the order of the FFI handler.
 inline void launch_attention(const Kernels& kernels, AttentionParams params, cudaStream_t stream,
                              Merge merge) {
   int unused[2] = {0, 0};
-  for (int cls = 0; cls < params.format.num_classes; ++cls) {
+  for (int cls = params.format.num_classes - 1; cls >= 0; --cls) {
     void* arguments[] = {&params, &cls, unused};
-    launch(kernels.at(attention_spec(params, cls)), params.format.classes[cls].num_ctas, arguments, stream);
+    launch_class(kernels.at(attention_spec(params, cls)), params, cls, arguments, stream, merge);
   }
   launch_merge(kernels, params, stream, merge);
 }

@@ -27,6 +27,11 @@ inline std::string wgmma_spec(const AttentionParams& a, int cls) {
   return spec + ",\"page_box\":" + std::to_string(page_box(a)) + "}";
 }
 
+// The spec of a class as it is run: small tiles by the portable kernel.
+inline std::string class_spec(const AttentionParams& a, int cls) {
+  return a.format.classes[cls].tile < 128 ? attention_spec(a, cls) : wgmma_spec(a, cls);
+}
+
 // The kernels of one folder, and for how many KV rows those that take tensor maps want them.
 struct PrefillKernels {
   std::string label;  // of results
@@ -49,21 +54,22 @@ struct PrefillKernels {
   bool has(const std::string& spec) const { return box_rows.count(spec) != 0; }
 };
 
-// The launches of one attention call whose classes all run the warpgroup kernel.
+// The launches of one attention call whose large tiles run the warpgroup kernel.
 inline void launch_wgmma(const PrefillKernels& build, AttentionParams params, cudaStream_t stream,
                          Merge merge) {
   int unused[2] = {0, 0};
-  for (int cls = 0; cls < params.format.num_classes; ++cls) {
-    const std::string spec = wgmma_spec(params, cls);
+  for (int cls = params.format.num_classes - 1; cls >= 0; --cls) {
+    const std::string spec = class_spec(params, cls);
     TensorMaps maps;
-    const std::string error =
-        cuda::make_tensor_maps(params, params.format.classes[cls], build.box_rows.at(spec), &maps);
+    const std::string error = build.has(spec) ? cuda::make_tensor_maps(params, params.format.classes[cls],
+                                                                       build.box_rows.at(spec), &maps)
+                                              : "";
     if (!error.empty()) {
       std::printf("FAIL in '%s': %s\n", running().c_str(), error.c_str());
       std::exit(2);
     }
     void* arguments[] = {&params, &cls, unused, &maps};
-    launch(build.kernels.at(spec), params.format.classes[cls].num_ctas, arguments, stream);
+    launch_class(build.kernels.at(spec), params, cls, arguments, stream, merge);
   }
   launch_merge(build.kernels, params, stream, merge);
 }

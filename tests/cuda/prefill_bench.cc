@@ -74,7 +74,7 @@ void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
   if ((o.rules & kRuleWindowLeft) != 0) request.clip.window_left = o.window_left;
   request.format = a.format;
   const ClassFormat& cls = request.format.classes[0];
-  request.costs[0] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
+  request.costs[0] = default_costs(request.schedule, cls, request.group_size());
   fill_capacities(&request);
   const LayoutView layout = layout_view(p, false);
   Ints plan(request.format.num_words + 4);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -21,6 +22,7 @@ namespace jaxinfer::test {
 struct TileClass {
   int tile;
   bool packed;
+  std::optional<int> num_ctas = std::nullopt;  // else those of the options
 };
 
 // What a problem is made of. Rows are (q_len, kv_len) of requests, in order, without padding between them.
@@ -40,11 +42,21 @@ struct Options {
   int window_left = 70, window_right = 3;
   std::vector<TileClass> classes;
   int num_ctas = 24;
-  bool runs = false, batch_invariant = false;
+  bool runs = false, side_by_side = false, batch_invariant = false;
   std::vector<std::pair<int, int>> rows;
   int padding = 3;      // tokens behind the last request
   float scale_k = 1.0;  // makes logits large
 };
+
+// What is known of class c before there is a plan.
+inline ClassFormat class_format(const Options& o, size_t c) {
+  ClassFormat cls{};
+  cls.tile = o.classes[c].tile;
+  cls.packed = o.classes[c].packed ? 1 : 0;
+  cls.num_ctas = o.classes[c].num_ctas.value_or(o.num_ctas);
+  cls.num_queues = choose_num_queues(cls.num_ctas, num_heads(cls, o.num_qo_heads, o.num_kv_heads));
+  return cls;
+}
 
 inline int element_size(DType dtype) {
   return dtype == DType::kF32 ? 4 : 2;
@@ -236,6 +248,7 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
   request.head_dim_vo = o.head_dim_vo;
   request.element_size = element_size(o.dtype);
   request.schedule = o.runs ? Schedule::kRuns : Schedule::kLpt;
+  request.side_by_side = o.side_by_side;
   request.batch_invariant = o.batch_invariant;
   request.split_tokens = fine ? 64 : 512;
   request.clip.causal = (o.rules & kRuleCausal) != 0;
@@ -244,11 +257,8 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
   request.format.num_classes = static_cast<int32_t>(o.classes.size());
   for (size_t c = 0; c < o.classes.size(); ++c) {
     ClassFormat& cls = request.format.classes[c];
-    cls.tile = o.classes[c].tile;
-    cls.packed = o.classes[c].packed ? 1 : 0;
-    cls.num_ctas = o.num_ctas;
-    cls.num_queues = choose_num_queues(o.num_ctas, num_heads(cls, o.num_qo_heads, o.num_kv_heads));
-    request.costs[c] = default_costs(request.schedule, cls.is_compute_bound(request.group_size()));
+    cls = class_format(o, c);
+    request.costs[c] = default_costs(request.schedule, cls, request.group_size());
     if (fine) {
       request.costs[c].floor = 32;
       request.costs[c].fixed = 16;

@@ -125,6 +125,24 @@ std::vector<PrefillCase> make_prefill_cases() {
     o.sm_scale = -0.2f;
     list.push(name, o);
   }
+  // Two kernels side by side. Either class can be without work; both leave partial states to one merge.
+  const std::vector<std::pair<int, int>> mixes[] = {
+      {{1, 900}, {200, 700}, {1, 33}, {2, 2077}, {300, 450}, {0, 5}, {1, 1}, {4, 1500}},
+      {{1, 900}, {3, 4000}, {0, 9}, {1, 1}, {2, 77}},
+      {{1500, 1600}, {0, 5}, {40, 900}}};
+  for (const auto& rows : mixes) {
+    for (const int page_size : {16, 5}) {
+      Options o = base(bf16, 128, 128, {{16, true, 264}, {128, true, 132}}, kCausal);
+      o.page_size = page_size;
+      o.rows = rows;
+      o.side_by_side = o.runs = true;
+      list.push("mixed", o);
+      o.classes[0].num_ctas = 10;
+      o.classes[1].num_ctas = 5;
+      o.batch_invariant = page_size == 5;
+      list.push("mixed", o);
+    }
+  }
   // Short ones: a sanitizer makes everything a hundred times slower. A partly filled block, a whole one,
   // several.
   for (const int page_size : {0, 16, 8, 1}) {
@@ -138,6 +156,10 @@ std::vector<PrefillCase> make_prefill_cases() {
                                : "box" + std::to_string(page_size),
               o, true);
   }
+  Options mixed = base(bf16, 128, 128, {{16, true, 4}, {128, true, 2}}, kCausal);
+  mixed.rows = {{1, 200}, {40, 100}, {1, 40}};
+  mixed.side_by_side = true;
+  list.push("mixed", mixed, true);
   return list.cases;
 }
 
@@ -207,7 +229,7 @@ int main(int argc, char** argv) {
       AttentionParams a = spec_params(o);
       a.page_size = o.page_size;
       for (int i = 0; i < a.format.num_classes; ++i) {
-        std::printf("%s\n", wgmma_spec(a, i).c_str());
+        std::printf("%s\n", class_spec(a, i).c_str());
         if (portable) std::printf("%s\n", attention_spec(a, i).c_str());
       }
       std::printf("%s\n", merge_spec(a).c_str());
