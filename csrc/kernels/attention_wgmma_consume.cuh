@@ -10,8 +10,8 @@
 
 #include "kernels/attention_wgmma_load.cuh"
 #include "kernels/attention_wgmma_store.cuh"
+#include "kernels/attention_wgmma_weights.cuh"
 #include "kernels/sm90_wgmma.cuh"
-#include "kernels/softmax.cuh"
 #include "kernels/variant.cuh"
 
 namespace jaxinfer {
@@ -34,7 +34,9 @@ class WgmmaConsumer {
   static constexpr bool kGather = kPaged && Config::kPageBox == 0;
   static constexpr bool kPositionRule = (Config::kRules & kPositionRules) != 0;
   static constexpr bool kPingPong = Config::kPingPong != 0;
-  static constexpr bool kStaleMax = Config::kStaleMax != 0 && Variant::kSoftmax;
+  // Beside the first product where registers allow that.
+  static constexpr bool kClearsBeside = kConsumers == 2 && kPieces <= 16;
+  static constexpr int kEarly = Variant::kSoftmax ? Config::kEarlyColumns / 8 : 0;
   // Rows that one word of present columns describes.
   static constexpr int kRowsPerWord = kGather ? kBlock / 4 : 32;
   static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue,
@@ -50,7 +52,7 @@ class WgmmaConsumer {
         state_(reinterpret_cast<ConsumerState*>(memory + Shared::kConsumerStates)[threadIdx.x >> 5]),
         rows_{state_.cursor, params_.group_divider},
         barriers_{shared_address(memory + Shared::kBarriers)},
-        consumer_(static_cast<int>(threadIdx.x) / kWarpgroupThreads),
+        consumer_(__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0)),
         k_slot_(0),
         v_slot_(0) {}
 
@@ -102,28 +104,28 @@ class WgmmaConsumer {
     const BlockRange<Config> blocks(bounded);
     state_.kv_begin = bounded.kv_begin;
     state_.kv_end = bounded.kv_end;
-    find_ranges();
-#pragma unroll
-    for (int i = 0; i < 4 * kPieces; ++i) o_[i] = 0.0f;
-    softmax_.clear();
+    WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
     if (blocks.count > 0) {
-      const int last = blocks.begin(blocks.count - 1);
-      state_.tail = kGather ? kBlock : min(kBlock, state_.kv_end - last);
-      const bool split = (64 % (Config::kPacked ? params_.group_divider.divisor : 1)) == 0;
-      const uint32_t parity = state_.query_parity;
-      wait_barrier(barriers_.query_full(split ? consumer() : 0), parity);
-      __syncwarp();
-      state_.query_parity = parity ^ 1;
-      first_block(last, blocks.count == 1);
+      first_block(blocks);
 #pragma unroll 1
       for (int i = blocks.count - 2; i >= 0; --i) next_block(blocks.begin(i), i == 0);
-      last_product();
+      wait_values();
+      start_values();
+      store.write_sums();
+      wait_products<0>();
+      pin_registers(o_);
+      release_values();
+    } else {
+      clear();
+      store.write_sums();
     }
-    if constexpr (kFindsEmpty<Variant>) {
+    store.write_output();
+  }
+
+  JAXINFER_DEVICE void clear() {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) softmax_.l[r] = quad_sum(softmax_.l[r]);
-    }
-    WgmmaStore<Config, Variant, WgmmaConsumer>(params_, operands_, *this, softmax_, o_).store();
+    for (int i = 0; i < 4 * kPieces; ++i) o_[i] = 0.0f;
+    weights_.clear();
   }
 
   // Columns that every row of this warp sees, to shared memory, and those that all see.
@@ -167,9 +169,9 @@ class WgmmaConsumer {
   // ---- products ----
 
   JAXINFER_DEVICE void start_scores(float (&s)[4 * kColumns]) {
-    const uint64_t q =
+    const uint32_t q =
         matrix_descriptor(shared_address(memory_ + Shared::kQuery) + consumer() * 64 * kPanelBytes, 16);
-    const uint64_t k =
+    const uint32_t k =
         matrix_descriptor(shared_address(memory_ + Shared::kK) + k_slot_.stage() * Shared::kKBytes, 16);
     pin_registers(s);
     fence_products();
@@ -182,7 +184,7 @@ class WgmmaConsumer {
     commit_products();
   }
   JAXINFER_DEVICE void start_values() {
-    const uint64_t v = matrix_descriptor(
+    const uint32_t v = matrix_descriptor(
         shared_address(memory_ + Shared::kV) + v_slot_.stage() * Shared::kVBytes, Shared::kKvPanel);
     pin_registers(o_);
     fence_products();
@@ -200,11 +202,7 @@ class WgmmaConsumer {
   }
   JAXINFER_DEVICE void wait_values() {
     wait_barrier(barriers_.v_full(v_slot_.stage()), v_slot_.parity());
-    if constexpr (kGather) {
-      fence_tensor_proxy();
-    } else if (const int tail = state_.tail; tail < kBlock) {
-      clear_tail(tail);
-    }
+    if constexpr (kGather) fence_tensor_proxy();
   }
   JAXINFER_DEVICE void release_keys(bool last) {
     if constexpr (kPaged) __syncwarp();  // every lane has read which columns are there
@@ -219,9 +217,13 @@ class WgmmaConsumer {
     v_slot_.advance();
   }
 
-  // What the copy engine brought behind the item's last row is whatever lies there, and 0 * NaN would reach
-  // the sums. Every warpgroup writes these zeros, all the same ones, so that none has to wait for another.
-  JAXINFER_DEVICE void clear_tail(int tail) {
+  // What the copy engine brought behind the item's last row, in its first block, is whatever lies there, and
+  // 0 * NaN would reach the sums. Every warpgroup writes these zeros, all the same ones, so that none has to
+  // wait for another.
+  JAXINFER_DEVICE void clear_tail(int begin) {
+    const int tail = state_.kv_end - begin;
+    if (kGather || tail >= kBlock) return;
+    wait_values();
     // A page box that is not there at all is zeros already.
     const int end = Config::kPageBox > 0 ? (tail + Config::kPageBox - 1) & ~(Config::kPageBox - 1) : kBlock;
     const uint32_t v = shared_address(memory_ + Shared::kV) + v_slot_.stage() * Shared::kVBytes;
@@ -235,20 +237,32 @@ class WgmmaConsumer {
     }
     fence_tensor_proxy();
     named_sync(kGroup + consumer(), kWarpgroupThreads);
-    state_.tail = kBlock;  // after the barrier: every lane has read it
   }
 
-  JAXINFER_DEVICE void first_block(int begin, bool last) {
+  // What an item needs besides its products is found beside the first of them.
+  JAXINFER_DEVICE void first_block(const BlockRange<Config>& blocks) {
+    const int begin = blocks.begin(blocks.count - 1);
+    const bool split = (64 % (Config::kPacked ? params_.group_divider.divisor : 1)) == 0;
+    const uint32_t parity = state_.query_parity;
+    wait_barrier(barriers_.query_full(split ? consumer() : 0), parity);
+    __syncwarp();
+    state_.query_parity = parity ^ 1;
     float s[4 * kColumns];
     wait_keys();
     const bool all_there = all_present();
     start_scores(s);
+    find_ranges();
+    clear();
+    if constexpr (kClearsBeside) clear_tail(begin);
     wait_products<0>();
     pin_registers(s);
-    finish_scores(begin, s, all_there, last);
-    float factor[2];
-    weigh(s, factor);
-    pack(s);
+    finish_scores(begin, s, all_there, blocks.count == 1);
+    if constexpr (Variant::kSoftmax) {
+      weights_.first(s, scale(), p_);
+    } else {
+      weights_.plain(s, p_);
+    }
+    if constexpr (!kClearsBeside) clear_tail(begin);
   }
 
   JAXINFER_DEVICE void next_block(int begin, bool last) {
@@ -265,39 +279,19 @@ class WgmmaConsumer {
     wait_products<1>();
     pin_registers(s);
     finish_scores(begin, s, all_there, last);
-    float factor[2];
-    weigh(s, factor);
-    if constexpr (Config::kSplitBlock != 0) split_block();
-    wait_products<0>();
-    pin_registers(o_);
-    release_values();
-    pack(s);
-    if constexpr (Variant::kSoftmax) {
-      if (!kStaleMax || __any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < 4 * kPieces; ++i) o_[i] *= factor[i >> 1 & 1];
-      }
+    if constexpr (kEarly > 0) {
+      weights_.start(s, scale());
+      split_block();
     }
-  }
-
-  JAXINFER_DEVICE void last_product() {
-    wait_values();
-    start_values();
     wait_products<0>();
     pin_registers(o_);
     release_values();
-  }
-
-  // The assembler moves a wait for products up into the softmax before it, which then waits for what it
-  // should run beside (2% at head dim 128); the border of a basic block that cannot be removed keeps it in
-  // place.
-  JAXINFER_DEVICE void split_block() const {
-    asm volatile(
-        "{\n.reg .pred q;\nagain_%=: setp.ne.s32 q, %0, %1;\n@q bra done_%=;\nnanosleep.u32 32;\nbra "
-        "again_%=;\n"
-        "done_%=: }" ::"r"(params_.num_tokens),
-        "r"(-1)
-        : "memory");
+    if constexpr (Variant::kSoftmax) {
+      if constexpr (kEarly == 0) weights_.start(s, scale());
+      weights_.finish(s, scale(), p_, o_);
+    } else {
+      weights_.plain(s, p_);
+    }
   }
 
   // ---- scores ----
@@ -421,62 +415,16 @@ class WgmmaConsumer {
     }
   }
 
-  // Scores to weights, in place; factor[r] is what earlier sums of row r must be multiplied by.
-  JAXINFER_DEVICE void weigh(float (&s)[4 * kColumns], float (&factor)[2]) {
-    if constexpr (Variant::kSoftmax) {
-      const float scale = this->scale();
-      float earlier[2];
-      float shift[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float m = softmax_.m[r];
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) m = fmaxf(m, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-        m = quad_max(m);
-        // Sums may stay relative to an older maximum until it is 2^8 too small: weights up to 256 are as
-        // exact, and o is multiplied a few times per item instead of once per block.
-        if (kStaleMax && (m - softmax_.m[r]) * scale <= 8.0f) m = softmax_.m[r];
-        earlier[r] = softmax_.m[r];
-        softmax_.m[r] = m;
-        shift[r] = rounded_shift(m, scale);
-      }
-      if (__any_sync(kFullWarp, is_huge(shift[0]) || is_huge(shift[1]))) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float base = row_base(softmax_.m[r], scale);
-          earlier[r] -= base;
-          shift[r] = rounded_shift(softmax_.m[r] - base, scale);
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) {
-            s[4 * j + 2 * r] -= base;
-            s[4 * j + 2 * r + 1] -= base;
-          }
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        factor[r] = rescale_factor(earlier[r], scale, shift[r]);
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-          for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            s[4 * j + e] = exp2_fast(fmaf(s[4 * j + e], scale, -shift[r]));
-            sum += s[4 * j + e];
-          }
-        }
-        softmax_.l[r] = fmaf(softmax_.l[r], factor[r], sum);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4 * kColumns; ++i) s[i] = plain_weight(s[i], softmax_.l[i >> 1 & 1]);
-    }
-  }
-
-  // Score fragments are exactly the left fragments of the product with V.
-  JAXINFER_DEVICE void pack(const float (&s)[4 * kColumns]) {
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) p_[i] = Type::pack_pair(s[2 * i], s[2 * i + 1]);
+  // The assembler moves a wait for products up into the softmax before it, which then waits for what it
+  // should run beside (5% at head dim 128); the border of a basic block that cannot be removed keeps it in
+  // place.
+  JAXINFER_DEVICE void split_block() const {
+    asm volatile(
+        "{\n.reg .pred q;\nagain_%=: setp.ne.s32 q, %0, %1;\n@q bra done_%=;\nnanosleep.u32 32;\nbra "
+        "again_%=;\n"
+        "done_%=: }" ::"r"(params_.num_tokens),
+        "r"(-1)
+        : "memory");
   }
 
   const AttentionParams& params_;
@@ -492,7 +440,7 @@ class WgmmaConsumer {
   // Of the item:
   int clear_begin_;  // all rows of the warp see columns [clear_begin, clear_end): see ColumnRange
   int clear_end_;
-  SoftmaxState<2> softmax_;
+  WgmmaWeights<Type, kColumns, kPieces, kEarly> weights_;
   uint32_t p_[2 * kColumns];  // weights of the block whose product with V comes next
   float o_[4 * kPieces];
 };

@@ -15,7 +15,6 @@ struct ConsumerState {
   int kv_offset;  // position of the row's first KV token
   int kv_begin;   // columns [kv_begin, kv_end) of the row's list
   int kv_end;
-  int tail;  // rows of V that are there in the block whose product comes next; kBlockKV when all are
 };
 
 // Columns that a query row sees, [begin, end): indices in the BSR row's list, or positions where the layout
@@ -139,6 +138,8 @@ class WgmmaProducer {
     while (cursor.next()) {
       const Item item = bounded_item<Config>(params_, state_);
       const BlockRange<Config> blocks(item);
+      // For all warps of the CTA: what starts an item would wait for it.
+      if (warp_ == 0) read_ahead(cursor.item_behind());
       if (item.bsr_row < 0 || blocks.count == 0) continue;
       if (warp_ == 0) read_rows_ahead();
       const int last = blocks.begin(blocks.count - 1);

@@ -20,47 +20,57 @@ class WgmmaStore {
                              const float (&o)[4 * kPieces])
       : params_(params), operands_(operands), consumer_(consumer), softmax_(softmax), o_(o) {}
 
-  // Writes this thread's rows: the final o and lse, or partial ones in float32.
-  JAXINFER_DEVICE void store() const {
+  // lse of this thread's rows, or the sums of a partial state.
+  JAXINFER_DEVICE void write_sums() {
+    const bool final = consumer_.item().out < 0;
+    const auto& rows = consumer_.rows();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = consumer_.tile_row(r);
+      const bool writes = i < rows.num_rows() && (consumer_.lane() & 3) == 0;
+      const float l = kFindsEmpty<Variant> ? quad_sum(softmax_.l[r]) : 1.0f;
+      empty_[r] = l == 0.0f;
+      inverse_[r] = 1.0f;
+      if constexpr (Variant::kSoftmax) {
+        const float m = softmax_.m[r];
+        const float largest = empty_[r] ? -infinity() : m * consumer_.fragment_scale();
+        if (final) {
+          // A row that saw nothing has o = 0 exactly, whatever its sums hold.
+          inverse_[r] = empty_[r] ? 0.0f : 1.0f / l;
+          if (writes) params_.lse[place(r)] = natural_lse(largest, l);
+        } else {
+          if (!empty_[r]) {
+            inverse_[r] = partial_factor(m, consumer_.scale(), consumer_.fragment_scale(), largest);
+          }
+          if (writes) {
+            params_.partial_max[place(r)] = largest;
+            params_.partial_sum[place(r)] = l * inverse_[r];
+          }
+        }
+      } else if constexpr (kFindsEmpty<Variant>) {
+        if (writes && !final) params_.partial_sum[place(r)] = l;
+      }
+    }
+  }
+
+  // This thread's rows of o, final or partial ones in float32.
+  JAXINFER_DEVICE void write_output() const {
     const bool final = consumer_.item().out < 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = consumer_.tile_row(r);
       // The four lanes of a row stay together.
-      const auto& rows = consumer_.rows();
-      const bool real = i < rows.num_rows();
-      const int64_t first = final ? consumer_.item().token_begin : consumer_.item().out;
-      const int64_t at = real ? (first + rows.token(i)) * params_.num_qo_heads + rows.qo_head(i) : 0;
-      float inverse = 1.0f;  // of the row's sums
-      const float l = softmax_.l[r];
-      const bool empty = kFindsEmpty<Variant> && l == 0.0f;
-      const bool writes = real && (consumer_.lane() & 3) == 0;
-      if constexpr (Variant::kSoftmax) {
-        const float m = softmax_.m[r];
-        const float largest = empty ? -infinity() : m * consumer_.fragment_scale();
-        if (final) {
-          // A row that saw nothing has o = 0 exactly, whatever its sums hold.
-          inverse = empty ? 0.0f : 1.0f / l;
-          if (writes) params_.lse[at] = natural_lse(largest, l);
-        } else {
-          if (!empty) inverse = partial_factor(m, consumer_.scale(), consumer_.fragment_scale(), largest);
-          if (writes) {
-            params_.partial_max[at] = largest;
-            params_.partial_sum[at] = l * inverse;
-          }
-        }
-      } else if constexpr (kFindsEmpty<Variant>) {
-        if (writes && !final) params_.partial_sum[at] = l;
-      }
+      const bool real = i < consumer_.rows().num_rows();
+      const int64_t at = real ? place(r) : 0;
       if (final) {
-        store_final(r, i, real, empty, at, inverse);
+        store_final(r, i, real, at);
       } else if (real) {
         float* const to = params_.partial_o + at * params_.head_dim_vo + 2 * (consumer_.lane() & 3);
 #pragma unroll
         for (int j = 0; j < kPieces; ++j) {
           if (8 * j < params_.head_dim_vo) {
             *reinterpret_cast<float2*>(to + 8 * j) =
-                make_float2(o_[4 * j + 2 * r] * inverse, o_[4 * j + 2 * r + 1] * inverse);
+                make_float2(o_[4 * j + 2 * r] * inverse_[r], o_[4 * j + 2 * r + 1] * inverse_[r]);
           }
         }
       }
@@ -68,9 +78,16 @@ class WgmmaStore {
   }
 
  private:
+  // Of row r of this thread among the rows of all tokens, or of all slots.
+  JAXINFER_DEVICE int64_t place(int r) const {
+    const auto& rows = consumer_.rows();
+    const int i = consumer_.tile_row(r);
+    const int64_t first = consumer_.item().out < 0 ? consumer_.item().token_begin : consumer_.item().out;
+    return (first + rows.token(i)) * params_.num_qo_heads + rows.qo_head(i);
+  }
   // One row of o. Four lanes hold two columns each of every piece of eight; they exchange them so that each
   // writes 16 bytes at once.
-  JAXINFER_DEVICE void store_final(int r, int i, bool real, bool empty, int64_t at, float inverse) const {
+  JAXINFER_DEVICE void store_final(int r, int i, bool real, int64_t at) const {
     const int quarter = consumer_.lane() & 3;
     uint16_t* const to = static_cast<uint16_t*>(params_.o) + at * params_.head_dim_vo + 8 * quarter;
     const Row row = Variant::kOutput && real ? consumer_.make_row(i) : Row{};
@@ -79,10 +96,10 @@ class WgmmaStore {
       uint32_t x[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float pair[2] = {o_[4 * (j + e) + 2 * r] * inverse, o_[4 * (j + e) + 2 * r + 1] * inverse};
+        float pair[2] = {o_[4 * (j + e) + 2 * r] * inverse_[r], o_[4 * (j + e) + 2 * r + 1] * inverse_[r]};
         if constexpr (Variant::kOutput) {
           const int column = 8 * (j + e) + 2 * quarter;
-          if (real && !empty && column < params_.head_dim_vo)
+          if (real && !empty_[r] && column < params_.head_dim_vo)
             Variant(params_, operands_, row).output(pair, column, row);
         }
         x[e] = Type::pack_pair(pair[0], pair[1]);
@@ -110,6 +127,8 @@ class WgmmaStore {
   const Consumer& consumer_;
   const SoftmaxState<2>& softmax_;
   const float (&o_)[4 * kPieces];
+  bool empty_[2];     // rows that saw nothing
+  float inverse_[2];  // of the rows' sums
 };
 
 }  // namespace jaxinfer

@@ -156,11 +156,12 @@ JAXINFER_DEVICE uint32_t panel_offset(int row, int chunk) {
   return static_cast<uint32_t>(row * kPanelBytes + ((chunk ^ (row & 7)) << 4));
 }
 
-// Descriptor of a matrix in 128-byte swizzled panels; eight rows are 1024 bytes. `panel_stride`: bytes
-// between panels, read only where one instruction spans several (V).
-JAXINFER_DEVICE uint64_t matrix_descriptor(uint32_t address, int panel_stride) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(panel_stride >> 4) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | uint64_t{1} << 62;
+// Descriptor of a matrix in 128-byte swizzled panels: the lower half, in units of 16 bytes its address and
+// the bytes between panels (`panel_stride`, read only where one instruction spans several: V), and the upper
+// half, which is the same for all: the 1024 bytes of eight rows, and the swizzle.
+JAXINFER_DEVICE uint32_t matrix_descriptor(uint32_t address, int panel_stride) {
+  return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(panel_stride >> 4) << 16;
 }
+constexpr uint32_t kDescriptorHigh = 1024 >> 4 | 1u << 30;
 
 }  // namespace jaxinfer

@@ -62,6 +62,12 @@ class ItemCursor {
     return true;
   }
 
+  // The item behind this one of the same queue, in the plan; the item itself where there is none.
+  JAXINFER_DEVICE const int32_t* item_behind() const {
+    const int at = state_.next < state_.end ? state_.next : state_.next - 1;
+    return params_.plan + params_.format.classes[cls_].items + at * kItemWords;
+  }
+
  private:
   JAXINFER_DEVICE bool next_item(CursorState& s) {
     const ClassFormat& format = params_.format.classes[cls_];
@@ -82,7 +88,10 @@ class ItemCursor {
         const int quotient = static_cast<uint32_t>(s.worker) / divisor;
         const int rest = s.worker - quotient * divisor;
         s.head = compute_bound ? quotient : rest;
-        const int queue = compute_bound ? rest : quotient;
+        // Heads begin with different queues, so that the queues that a CTA runs are not all long or all
+        // short.
+        const int queue =
+            compute_bound ? (s.worker + quotient) % static_cast<int>(format.num_queues) : quotient;
         // These reads do not depend on each other, which makes a cold start one trip to memory shorter.
         const int32_t* indptr = params_.plan + format.queue_indptr;
         const int4* words = reinterpret_cast<const int4*>(params_.plan + format.queue_first) + queue * 2;

@@ -64,9 +64,9 @@ struct ClassFormat {
     return packed ? tile / group_size : tile;
   }
 
-  // True: limited by arithmetic (worker w runs queue w % num_queues for head w / num_queues). False: limited
-  // by reading K and V (queue w / heads, head w % heads: the heads of a queue run in lockstep). A tile of 128
-  // that holds one packed token has nothing to reuse K and V for, so it counts as memory-bound.
+  // True: limited by arithmetic (worker w is for head w / num_queues, see ItemCursor for its queue). False:
+  // limited by reading K and V (queue w / heads, head w % heads: the heads of a queue run in lockstep). A
+  // tile of 128 that holds one packed token has nothing to reuse K and V for, so it counts as memory-bound.
   constexpr bool is_compute_bound(int32_t group_size) const {
     return tile == 192 || (tile == 128 && tokens_per_tile(group_size) > 1);
   }

@@ -97,7 +97,7 @@ _WARP_STATE = 136
 # compiling.
 _WGMMA_REGISTERS = {128: (188, 0, 12, 36), 192: (128, 12, 24, 36)}
 # sizeof of ConsumerState and CursorState of the kernel.
-_CONSUMER_STATE = 72
+_CONSUMER_STATE = 68
 _CURSOR_STATE = 52
 
 _KB = 1024
@@ -217,11 +217,11 @@ def wgmma_config(
             ("kProducerWarps", 1 if contiguous else {0: 4, 8: 4, 16: 2}[page_box]),
             ("kProducerRegisters", registers[0]),
             ("kConsumerRegisters", registers[1]),
-            # Taking turns brings 14% at (192, 128), costs 6% at 256. There the other two bring 5%; elsewhere they
-            # make no difference.
+            # Taking turns brings 14% at (192, 128), costs 6% at 256.
             ("kPingPong", int(head_dim_vo <= 128)),
-            ("kStaleMax", int(head_dim_vo > 128)),
-            ("kSplitBlock", int(head_dim_vo > 128)),
+            # Half a block's softmax runs beside the product before, which brings 5% at 128 and 7% at (192, 128); three
+            # consumers have no registers for it.
+            ("kEarlyColumns", block_kv // 16 * 8 if consumers == 2 else 0),
         ),
     )
 
