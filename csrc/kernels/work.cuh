@@ -88,10 +88,10 @@ class ItemCursor {
         const int quotient = static_cast<uint32_t>(s.worker) / divisor;
         const int rest = s.worker - quotient * divisor;
         s.head = compute_bound ? quotient : rest;
-        // Heads begin with different queues, so that the queues that a CTA runs are not all long or all
-        // short.
-        const int queue =
-            compute_bound ? (s.worker + quotient) % static_cast<int>(format.num_queues) : quotient;
+        // The heads that a CTA runs one after the other take turns at the queues from either end, so that its
+        // queues are not all long or all short.
+        const bool mirrored = (__popc(quotient) & 1) != 0;
+        const int queue = !compute_bound ? quotient : mirrored ? format.num_queues - 1 - rest : rest;
         // These reads do not depend on each other, which makes a cold start one trip to memory shorter.
         const int32_t* indptr = params_.plan + format.queue_indptr;
         const int4* words = reinterpret_cast<const int4*>(params_.plan + format.queue_first) + queue * 2;
