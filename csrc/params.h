@@ -82,7 +82,7 @@ struct AttentionParams {
   // piece.
   float*
       partial_o;  // [slot_capacity, num_qo_heads, head_dim_vo] sum of exp(logit - max) v; without softmax w v
-  float* partial_max;  // [slot_capacity, num_qo_heads] largest logit
+  float* partial_max;  // [slot_capacity, num_qo_heads] largest logit, or one that is a few units smaller
   float* partial_sum;  // [slot_capacity, num_qo_heads] sum of exp(logit - max); 0: the piece saw nothing
 
   DType dtype;  // of q, k, v and o
