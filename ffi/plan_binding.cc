@@ -84,6 +84,7 @@ PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tok
       given.fixed = fixed;
       given.alpha = alpha;
       given.beta = beta;
+      given.block = 1;  // given costs are exact
       given.floor = floor;
       given.weight = weight;
       require(fixed >= 0 && alpha >= 0 && beta >= 1 && weight >= 1,

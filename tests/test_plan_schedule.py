@@ -6,6 +6,7 @@ Loads are counted from the packed items; expected totals come from the lengths.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,32 @@ def test_causal_prefill_is_balanced_by_clipped_ranges() -> None:
     setting = Setting(4, 8, ((128, True, 33, 132),), Variant(causal=True), costs=(0, 0, 1, 256, 1))
     queue = loads(setting.view(layout).classes[0], setting.costs)
     assert queue.max() <= 1.03 * queue.mean()
+
+
+def prefill_items(q_len: Any, kv_len: Any, causal: bool = True) -> ClassView:
+    """The class of 128 rows, 32 query and 8 KV heads on 132 CTAs, with the planner's own costs."""
+    qo = np.concatenate([[0], np.cumsum(q_len)])
+    layout = paged_layout(np.random.default_rng(0), qo, kv_len, 16, int(qo[-1]))
+    setting = Setting(4, 8, ((128, True, 33, 132),), Variant(causal=causal), costs=None)
+    return setting.view(layout).classes[0]
+
+
+@pytest.mark.parametrize(("lengths", "most"), [([1024] * 8, 1.02), (range(500, 1012, 32), 1.03)])
+def test_short_prompts_are_balanced_in_whole_blocks(lengths: Any, most: float) -> None:
+    """What a queue takes is its items' blocks of 128 KV tokens, and 1.7 blocks for each of them."""
+    cls = prefill_items(lengths, lengths)
+    blocks = -(-(cls.used["kv_end"] - cls.used["kv_begin"]) // 128) + 1.7
+    queue = [blocks[a:b].sum() for a, b in itertools.pairwise(cls.queue_indptr)]
+    assert max(queue) <= most * np.mean(queue)
+
+
+def test_tiles_of_a_compute_bound_class_are_cut_only_where_balance_needs_it() -> None:
+    for causal in (True, False):
+        chunks = prefill_items([512] * 16, [8192] * 16, causal)
+        assert len(tiles_of(chunks)) == len(chunks.used) == 256
+        assert (chunks.used["out"] == -1).all()
+        one = prefill_items([128], [32768], causal)
+        assert len(tiles_of(one)) == 4 and len(one.used) >= 32
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ inline int32_t num_heads(const ClassFormat& cls, int32_t num_qo_heads, int32_t n
 Costs default_costs(Schedule schedule, const ClassFormat& cls, int32_t group_size);
 
 inline int64_t item_cost(const Costs& costs, int64_t tokens, int64_t kv_tokens) {
-  return costs.fixed + costs.alpha * tokens + costs.beta * kv_tokens;
+  return costs.fixed + costs.alpha * tokens + costs.beta * round_up(kv_tokens, costs.block);
 }
 
 // Fewest KV tokens that a piece of a tile with kv_tokens may have. A lane merges a column of all

@@ -17,6 +17,7 @@ struct Costs {
   int64_t fixed;    // starting an item and writing its result
   int64_t alpha;    // per query token
   int64_t beta;     // per KV token, at least 1
+  int64_t block;    // KV tokens are paid for by blocks of so many; 1, or a multiple of 16 up to floor / 2
   int64_t floor;    // fewest KV tokens worth a cut; a multiple of 16, at least 32
   int64_t weight;   // time of one cost unit on one of num_ctas CTAs, in the unit of the other class's
   int64_t granule;  // KV tokens that a CTA takes at a time; a multiple of 16 (runs)

@@ -65,7 +65,8 @@ class LeastLoaded {
 // at least queues * quota >= total + queues * c; but they are less than total + (pieces so far beyond one per
 // tile) * c, which are at most `queues` before that cut. Largest load <= quota + 1.5 * beta * floor + c: a
 // queue that is next has a load of at most the quota, and takes at most what fills it, or the floor, rounded
-// up to 16, and half a floor more.
+// up to 16 or a block (at most half a floor), and half a floor more. Cuts are whole blocks behind the tile's
+// begin, so that the pieces of a tile have as many blocks as the tile.
 void cut_and_deal(const std::vector<Tile>& tiles, const std::vector<int32_t>& order, const Costs& costs,
                   int64_t quota, int32_t num_queues, Heap* heap, ClassPieces* out) {
   LeastLoaded queues(heap, num_queues);
@@ -74,10 +75,10 @@ void cut_and_deal(const std::vector<Tile>& tiles, const std::vector<int32_t>& or
     const int64_t own_cost = item_cost(costs, tile.num_tokens, 0);
     for (int64_t begin = tile.kv_begin; begin < tile.kv_end;) {
       const int64_t room = ceil_div(std::max<int64_t>(quota - queues.load() - own_cost, 0), costs.beta);
-      const int64_t take = round_up(std::max(room, costs.floor), kKvAlign);
+      const int64_t take = round_up(std::max(room, costs.floor), std::max<int64_t>(costs.block, kKvAlign));
       const int64_t end = tile.kv_end - begin <= take + costs.floor / 2 ? tile.kv_end : begin + take;
       out->pieces.push_back({i, static_cast<int32_t>(begin), static_cast<int32_t>(end), queues.queue()});
-      queues.add(own_cost + costs.beta * (end - begin));
+      queues.add(item_cost(costs, tile.num_tokens, end - begin));
       begin = end;
     }
   }
@@ -204,11 +205,12 @@ struct Scratch {
   Heap heap;
 };
 
-// A compute-bound class beside another one, cut and dealt already: deals whole tiles instead where that ends
-// with the other class or before the cuts and the merge behind both would. Returns the load of the fullest
-// queue.
-int64_t deal_beside(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues, int64_t free_load,
-                    Scratch* scratch, ClassPieces* out) {
+// A compute-bound class, cut and dealt already: deals whole tiles instead where that ends with the class
+// beside it (free_load, 0 without one) or before the cuts and the merge behind them would. 16 chunks of 512
+// tokens on 8192: cuts balance 3% better and take 5% longer (551 against 582 TFLOP/s on an H200). Returns the
+// load of the fullest queue.
+int64_t prefer_whole(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues,
+                     int64_t free_load, Scratch* scratch, ClassPieces* out) {
   scratch->loads.assign(num_queues, 0);
   int64_t cut_tokens = 0;
   for (size_t i = 0; i < out->pieces.size(); ++i) {
@@ -306,10 +308,10 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
       for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));
       const int64_t quota = ceil_div(total_cost[c], num_queues) + largest_own;
       cut_and_deal(tiles[c], scratch.order, costs, quota, num_queues, &scratch.heap, &classes[c]);
-      if (by_section && shares.free_load > 0) {
+      if (by_section) {
         const int64_t load =
-            deal_beside(tiles[c], request.costs[c], num_queues, shares.free_load, &scratch, &classes[c]);
-        shares.queues[0] = reading_queues(request, total_cost, shares, load);
+            prefer_whole(tiles[c], costs, num_queues, shares.free_load, &scratch, &classes[c]);
+        if (shares.free_load > 0) shares.queues[0] = reading_queues(request, total_cost, shares, load);
       }
     }
     classes[c].order.resize(classes[c].pieces.size());

@@ -260,6 +260,7 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
     cls = class_format(o, c);
     request.costs[c] = default_costs(request.schedule, cls, request.group_size());
     if (fine) {
+      request.costs[c].block = 1;
       request.costs[c].floor = 32;
       request.costs[c].fixed = 16;
       request.costs[c].granule = 16;
