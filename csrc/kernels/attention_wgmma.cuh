@@ -21,8 +21,8 @@ JAXINFER_DEVICE void attention_wgmma(const AttentionParams& params, int cls, con
       init_barrier(barriers.query_empty(c), 4);
     }
     for (int i = 0; i < Shared::kStages; ++i) {
-      init_barrier(barriers.k_full(i), Producer::kKArrivals);
-      init_barrier(barriers.v_full(i), Producer::kVArrivals);
+      init_barrier(barriers.k_full(i), Producer::kArrivals);
+      init_barrier(barriers.v_full(i), Producer::kArrivals);
       init_barrier(barriers.k_empty(i), 4 * Shared::kConsumers);
       init_barrier(barriers.v_empty(i), 4 * Shared::kConsumers);
     }

@@ -196,14 +196,8 @@ class WgmmaConsumer {
     commit_products();
   }
 
-  JAXINFER_DEVICE void wait_keys() {
-    wait_barrier(barriers_.k_full(k_slot_.stage()), k_slot_.parity());
-    if constexpr (kGather) fence_tensor_proxy();
-  }
-  JAXINFER_DEVICE void wait_values() {
-    wait_barrier(barriers_.v_full(v_slot_.stage()), v_slot_.parity());
-    if constexpr (kGather) fence_tensor_proxy();
-  }
+  JAXINFER_DEVICE void wait_keys() { wait_barrier(barriers_.k_full(k_slot_.stage()), k_slot_.parity()); }
+  JAXINFER_DEVICE void wait_values() { wait_barrier(barriers_.v_full(v_slot_.stage()), v_slot_.parity()); }
   JAXINFER_DEVICE void release_keys(bool last) {
     if constexpr (kPaged) __syncwarp();  // every lane has read which columns are there
     if (lane() == 0) {
@@ -249,8 +243,8 @@ class WgmmaConsumer {
     state_.query_parity = parity ^ 1;
     float s[4 * kColumns];
     wait_keys();
-    const bool all_there = all_present();
     start_scores(s);
+    const bool all_there = all_present();
     find_ranges();
     clear();
     if constexpr (kClearsBeside) clear_tail(begin);
@@ -268,7 +262,6 @@ class WgmmaConsumer {
   JAXINFER_DEVICE void next_block(int begin, bool last) {
     float s[4 * kColumns];
     wait_keys();
-    const bool all_there = all_present();
     if constexpr (kPingPong) named_sync(kTurn + consumer(), 2 * kWarpgroupThreads);
     start_scores(s);
     wait_values();
@@ -276,6 +269,7 @@ class WgmmaConsumer {
     if constexpr (kPingPong) {
       named_arrive(kTurn + (consumer() + 1 == kConsumers ? 0 : consumer() + 1), 2 * kWarpgroupThreads);
     }
+    const bool all_there = all_present();
     wait_products<1>();
     pin_registers(s);
     finish_scores(begin, s, all_there, last);

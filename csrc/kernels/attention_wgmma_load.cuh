@@ -105,18 +105,40 @@ JAXINFER_DEVICE Item bounded_item(const AttentionParams& params, const CursorSta
   return item;
 }
 
+// Half of the producer warps bring K, the other half V: slots of K become free at other times than those of
+// V, and neither has to wait for the other's.
 template <class Config>
 class WgmmaProducer {
   using Shared = WgmmaShared<Config>;
   static constexpr bool kGather = !Config::kContiguous && Config::kPageBox == 0;
-  static constexpr int kWarps = Config::kProducerWarps;
-  static constexpr int kRowsPerWarp = Config::kBlockKV / kWarps;
-  static_assert(!kGather || (kWarps == 4 && kRowsPerWarp % 8 == 0), "rows of a gathering warp");
+  static constexpr int kWarps = Config::kProducerWarps / 2;  // of K, and as many of V
+  static_assert(kWarps * 2 == Config::kProducerWarps && (Config::kContiguous ? kWarps == 1 : kWarps <= 2),
+                "one warp of K and one of V, or two of each");
+  // A gathering warp brings two parts of its rows; a lane knows the page of one row of each, or of a box.
+  static constexpr int kParts = kGather ? 2 : 1;
+  static constexpr int kLanes =
+      kGather ? Config::kBlockKV / 4 : Config::kBlockKV / (Config::kPageBox > 0 ? Config::kPageBox : 8);
+  static_assert(!kGather || (kWarps == 2 && kLanes % 8 == 0), "rows of a gathering warp");
+
+  // How far apart pages and their tokens lie, in rows of one head: 32 bits count all rows that a GPU can
+  // hold, and one instruction makes an address of them.
+  struct RowSteps {
+    uint32_t page;
+    uint32_t token;
+  };
+
+  struct Pages {
+    int id[kParts];
+
+    JAXINFER_DEVICE Pages() {
+#pragma unroll
+      for (int& x : id) x = -1;
+    }
+  };
 
  public:
-  // Arrivals that fill a slot of K (and, but for the last, of V).
-  static constexpr int kKArrivals = kGather ? kWarpgroupThreads + kWarps : kWarps;
-  static constexpr int kVArrivals = kGather ? kWarpgroupThreads : kWarps;
+  // Arrivals that fill a slot.
+  static constexpr int kArrivals = kWarps;
 
   JAXINFER_DEVICE WgmmaProducer(const AttentionParams& params, int cls, const TensorMaps& maps, char* memory)
       : params_(params),
@@ -125,47 +147,57 @@ class WgmmaProducer {
         memory_(memory),
         barriers_{shared_address(memory + Shared::kBarriers)},
         shared_(shared_address(memory)),
-        warp_(static_cast<int>(threadIdx.x >> 5) & 3),
+        warp_(static_cast<int>(threadIdx.x >> 5) % kWarps),
         lane_(static_cast<int>(threadIdx.x) & 31),
         layer_(params.layer == nullptr ? 0 : *params.layer),
-        state_(reinterpret_cast<CursorState*>(memory + Shared::kProducerStates)[warp_]) {}
+        num_pages_(static_cast<uint32_t>(min(params.num_pages, int64_t{kInt32Max}))),
+        state_(reinterpret_cast<CursorState*>(memory + Shared::kProducerStates)[(threadIdx.x >> 5) & 3]) {}
 
   JAXINFER_DEVICE void run() {
-    if (warp_ >= kWarps) return;
+    const int warp = static_cast<int>(threadIdx.x >> 5) & 3;
+    if (warp < kWarps) {
+      bring<true>();
+    } else if (warp < 2 * kWarps) {
+      bring<false>();
+    }
+  }
+
+ private:
+  // K (kKeys) or V of every block, in the order in which consumers want them. The first warp of V brings Q,
+  // too: its place becomes free when the item before has used its last K, one product before that item's V.
+  template <bool kKeys>
+  JAXINFER_DEVICE void bring() {
     ItemCursor<Config> cursor(params_, cls_, 1, state_);
     RingCursor<Shared::kStages> slot(1);
     uint32_t query_parity = 1;
+    const RowSteps steps = kKeys ? row_steps(params_.k_strides, params_.head_dim_qk)
+                                 : row_steps(params_.v_strides, params_.head_dim_vo);
     while (cursor.next()) {
       const Item item = bounded_item<Config>(params_, state_);
       const BlockRange<Config> blocks(item);
       // For all warps of the CTA: what starts an item would wait for it.
-      if (warp_ == 0) read_ahead(cursor.item_behind());
+      if (kKeys && warp_ == 0) read_ahead(cursor.item_behind());
       if (item.bsr_row < 0 || blocks.count == 0) continue;
-      if (warp_ == 0) read_rows_ahead();
+      if (kKeys && warp_ == 0) read_rows_ahead();
+      begin_item<kKeys>();
       const int last = blocks.begin(blocks.count - 1);
-      int page = look_up(last);
+      Pages pages = look_up(last);
+      if (!kKeys && warp_ == 0) {
+        load_query(query_parity);
+        query_parity ^= 1;
+      }
       for (int begin = last; begin >= blocks.first; begin -= Config::kBlockKV) {
         // Page ids are read a block ahead: else every block would wait for them.
-        const int next = begin > blocks.first ? look_up(begin - Config::kBlockKV) : 0;
-        wait_barrier(barriers_.k_empty(slot.stage()), slot.parity());
-        // Not where it was read: the comparison would wait for it.
-        if (page >= params_.num_pages) page = -1;
-        load_k(slot.stage(), begin, page);
-        // Q comes after the first K: its place becomes free only when the item before has used its last K.
-        if (begin == last) {
-          if (warp_ == 0) load_query(query_parity);
-          query_parity ^= 1;
-        }
-        wait_barrier(barriers_.v_empty(slot.stage()), slot.parity());
-        load_v(slot.stage(), begin, page);
-        page = next;
+        const Pages next = begin > blocks.first ? look_up(begin - Config::kBlockKV) : Pages();
+        wait_barrier(kKeys ? barriers_.k_empty(slot.stage()) : barriers_.v_empty(slot.stage()),
+                     slot.parity());
+        load<kKeys>(slot.stage(), begin, pages, steps);
+        pages = next;
         slot.advance();
       }
     }
-    if constexpr (kGather) wait_copies<0>();
   }
 
- private:
   // Positions of the item's rows, for the consumers: when they come to the item, they have nothing else to
   // do.
   JAXINFER_DEVICE void read_rows_ahead() const {
@@ -201,60 +233,89 @@ class WgmmaProducer {
     }
   }
 
-  JAXINFER_DEVICE uint32_t k_slot(int stage) const { return shared_ + Shared::kK + stage * Shared::kKBytes; }
-  JAXINFER_DEVICE uint32_t v_slot(int stage) const { return shared_ + Shared::kV + stage * Shared::kVBytes; }
-
   // What is known of an item is read where it is needed, from shared memory: registers are scarce here.
   JAXINFER_DEVICE int kv_head() const {
     return Config::kPacked ? state_.head : params_.group_divider.divide(state_.head);
   }
-  // Index in the row's list of this lane's row (gather), or of the first one of its box (page TMA).
-  JAXINFER_DEVICE int lane_index(int begin) const {
-    return begin + (kGather ? warp_ * kRowsPerWarp + lane_ : lane_ * Config::kPageBox);
+  static JAXINFER_DEVICE RowSteps row_steps(const CacheStrides& strides, int head_dim) {
+    const uint32_t chunks = static_cast<uint32_t>(head_dim) / 8;
+    return RowSteps{static_cast<uint32_t>(strides.page / 8) / chunks,
+                    static_cast<uint32_t>(strides.token / 8) / chunks};
   }
+  // Index in the row's list of the first row of this lane's box (page TMA), or of its row of a part (gather).
+  JAXINFER_DEVICE int lane_index(int begin, int part) const {
+    return begin + (kGather ? (warp_ * kParts + part) * kLanes + row_of(lane_) : lane_ * Config::kPageBox);
+  }
+  // The row of a part whose place a gathering lane knows. A lane copies a row of every four, and so finds all
+  // of its rows among the seven lanes beside it: a shuffle with a constant.
+  static JAXINFER_DEVICE int row_of(int lane) { return (lane & 7) * 4 + (lane >> 3); }
   JAXINFER_DEVICE int in_page(int index) const {
     return index - params_.page_divider.divide(index) * params_.page_divider.divisor;
   }
 
-  // The page of this lane's box or row, inside the pool or not; negative where nothing is.
-  JAXINFER_DEVICE int look_up(int begin) const {
-    int page = -1;
+  // What every block of an item needs, so that little is left to do for a block: producers take turns with
+  // consumers at issuing instructions.
+  template <bool kKeys>
+  JAXINFER_DEVICE void begin_item() {
     if constexpr (!Config::kContiguous) {
-      const int index = lane_index(begin);
-      if (lane_ < kLanes && index < state_.item.kv_end) {
-        const int64_t at = int64_t{state_.item.table_begin} + params_.page_divider.divide(index);
-        if (at < params_.kv_indices_capacity) page = __ldg(params_.kv_indices + at);
-      }
+      const int64_t listed = params_.kv_indices_capacity - state_.item.table_begin;
+      const int64_t limit = min(listed * params_.page_size, int64_t{state_.item.kv_end});
+      limit_ = static_cast<int>(max(limit, int64_t{0}));
+      table_ = params_.kv_indices + state_.item.table_begin;
     }
-    return page;
+    if constexpr (kGather) {
+      const CacheStrides& strides = kKeys ? params_.k_strides : params_.v_strides;
+      head_ = static_cast<const char*>(kKeys ? params_.k : params_.v) + (lane_ & 7) * 16 +
+              (layer_ * strides.layer + kv_head() * strides.head) * 2;
+      asm volatile("" : "+l"(head_));  // one sum: taken apart, every address would cost two more
+    }
   }
 
-  JAXINFER_DEVICE void load_k(int stage, int begin, int page) const {
-    const uint32_t full = barriers_.k_full(stage);
-    if constexpr (Config::kContiguous) {
-      contiguous<Shared::kPanelsQk>(k_slot(stage), &maps_.k, full, begin);
-    } else {
-      describe(stage, begin, page);
-      if constexpr (kGather) {
-        gather<Shared::kPanelsQk>(k_slot(stage), params_.k, params_.k_strides, params_.head_dim_qk, begin,
-                                  page);
-        arrive_after_copies(full);
-        if (lane_ == 0) arrive(full);
-      } else {
-        pages<Shared::kPanelsQk>(k_slot(stage), &maps_.k, full, begin, page);
+  JAXINFER_DEVICE bool has_place() const {
+    if constexpr (kGather) return kLanes == 32 || row_of(lane_) < kLanes;
+    return lane_ < kLanes;
+  }
+
+  // The pages of this lane's box or rows, inside the pool or not; negative where nothing is.
+  JAXINFER_DEVICE Pages look_up(int begin) const {
+    Pages pages;
+    if constexpr (!Config::kContiguous) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int index = lane_index(begin, part);
+        if (has_place() && index < limit_)
+          pages.id[part] = __ldg(table_ + params_.page_divider.divide(index));
       }
     }
+    return pages;
   }
-  JAXINFER_DEVICE void load_v(int stage, int begin, int page) const {
-    const uint32_t full = barriers_.v_full(stage);
+
+  template <bool kKeys>
+  JAXINFER_DEVICE void load(int stage, int begin, Pages pages, RowSteps steps) const {
+    constexpr int kPanels = kKeys ? Shared::kPanelsQk : Shared::kPanelsVo;
+    constexpr int kBytes = kKeys ? Shared::kKBytes : Shared::kVBytes;
+    const uint32_t to = shared_ + (kKeys ? Shared::kK : Shared::kV) + stage * kBytes;
+    const uint32_t full = kKeys ? barriers_.k_full(stage) : barriers_.v_full(stage);
+    const TensorMap* const map = kKeys ? &maps_.k : &maps_.v;
     if constexpr (Config::kContiguous) {
-      contiguous<Shared::kPanelsVo>(v_slot(stage), &maps_.v, full, begin);
-    } else if constexpr (kGather) {
-      gather<Shared::kPanelsVo>(v_slot(stage), params_.v, params_.v_strides, params_.head_dim_vo, begin,
-                                page);
-      arrive_after_copies(full);
+      contiguous<kPanels>(to, map, full, begin);
     } else {
-      pages<Shared::kPanelsVo>(v_slot(stage), &maps_.v, full, begin, page);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        // Not where it was read: the comparison would wait for it.
+        if (static_cast<uint32_t>(pages.id[part]) >= num_pages_) pages.id[part] = -1;
+      }
+      if constexpr (kKeys) describe(stage, begin, pages);
+      if constexpr (kGather) {
+        gather<kPanels>(to, steps, kKeys ? params_.head_dim_qk : params_.head_dim_vo, begin, pages);
+        // Here rather than in the consumers, where it would stand between them and their products.
+        wait_all_copies();
+        fence_tensor_proxy();
+        __syncwarp();
+        if (lane_ == 0) arrive(full);
+      } else {
+        boxes<kPanels>(to, map, full, begin, pages.id[0]);
+      }
     }
   }
 
@@ -274,7 +335,7 @@ class WgmmaProducer {
   // Boxes of kPageBox rows; the producer warps share them. A page that is not there is a coordinate outside
   // of the tensor, which reads as zeros.
   template <int kPanels>
-  JAXINFER_DEVICE void pages(uint32_t to, const TensorMap* map, uint32_t full, int begin, int page) const {
+  JAXINFER_DEVICE void boxes(uint32_t to, const TensorMap* map, uint32_t full, int begin, int page) const {
     constexpr int kBoxes = Config::kBlockKV / Config::kPageBox;
     constexpr int kMost = (kBoxes + kWarps - 1) / kWarps;  // of one warp
     const int first = warp_ * kMost;
@@ -282,7 +343,7 @@ class WgmmaProducer {
     if (elect_lane()) arrive_expecting(full, count * kPanels * Config::kPageBox * kPanelBytes);
     __syncwarp();
     const int head = kv_head();
-    const int lane_row = in_page(lane_index(begin));
+    const int lane_row = in_page(lane_index(begin, 0));
 #pragma unroll(kPanels > 2 ? 1 : kMost)  // for registers
     for (int j = 0; j < kMost; ++j) {
       const int box = first + j;
@@ -300,51 +361,86 @@ class WgmmaProducer {
     }
   }
 
-  // Each lane knows the place of one row; eight lanes copy a row, 128 bytes at a time. Rows that are not
-  // there and chunks beyond the true head dim become zeros.
+  // Each lane knows the place of one row of a part; eight lanes copy a row, 128 bytes at a time. Rows that
+  // are not there and chunks beyond the true head dim become zeros.
   template <int kPanels>
-  JAXINFER_DEVICE void gather(uint32_t to, const void* from, const CacheStrides& strides, int head_dim,
-                              int begin, int page) const {
-    const uint32_t present = __ballot_sync(kFullWarp, page >= 0);
-    const int64_t row_start = page < 0 ? 0
-                                       : layer_ * strides.layer + kv_head() * strides.head +
-                                             page * strides.page + in_page(lane_index(begin)) * strides.token;
+  JAXINFER_DEVICE void gather(uint32_t to, RowSteps steps, int head_dim, int begin,
+                              const Pages& pages) const {
     const int column = lane_ & 7;
-    const int chunks = head_dim / 8;
-#pragma unroll(kPanels > 2 ? 1 : 2)  // for registers
-    for (int g = 0; g < kRowsPerWarp / 4; ++g) {
-      const int row = g * 4 + (lane_ >> 3);
-      const char* const source = static_cast<const char*>(from) + shuffle(row_start, row) * 2 + column * 16;
-      const bool there = (present >> row & 1) != 0;
-      const uint32_t at = to + panel_offset(warp_ * kRowsPerWarp + row, column);
+    const int quarter = lane_ >> 3;  // the row of four that this lane helps to copy
+    // Even and odd groups of four rows differ in one bit of the swizzle.
+    const uint32_t even = to + panel_offset(warp_ * kParts * kLanes + quarter, column);
+    const uint32_t odd = even ^ 64;
 #pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-        copy_row_async(at + p * Shared::kKvPanel, source + p * kPanelBytes, there && p * 8 + column < chunks);
+    for (int part = 0; part < kParts; ++part) {
+      constexpr int kGroups = kLanes / 4;
+      const int page = pages.id[part];
+      // Which row of the cache this lane's row is, counted in rows of one head.
+      const uint32_t row = static_cast<uint32_t>(page) * steps.page +
+                           static_cast<uint32_t>(in_page(lane_index(begin, part))) * steps.token;
+      const auto copy = [&](int g, uint32_t from, uint32_t there) {
+        const char* const source = head_ + uint64_t{from} * static_cast<uint32_t>(head_dim * 2);
+        const uint32_t at = (g % 2 == 0 ? even : odd) + (part * kLanes + g * 4) * kPanelBytes;
+#pragma unroll
+        for (int p = 0; p < kPanels; ++p) {
+          copy_row_async(at + p * Shared::kKvPanel, source + p * kPanelBytes, there > p * 8);
+        }
+      };
+      if (__all_sync(kFullWarp, page >= 0 || !has_place()) && head_dim == kPanels * kPanelElements) {
+        uint32_t rows[kGroups];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) rows[g] = __shfl_sync(kFullWarp, row, g, 8);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) copy(g, rows[g], kFullWarp);
+      } else {
+#pragma unroll 2
+        for (int g = 0; g < kGroups; ++g) {
+          const bool there = __shfl_sync(kFullWarp, page, g, 8) >= 0;
+          const uint32_t from = __shfl_sync(kFullWarp, row, g, 8);
+          copy(g, there ? from : 0, there ? max(head_dim / 8 - column, 0) : 0);
+        }
       }
     }
   }
 
   // Which columns of a block are there, as bits, and their positions where the layout gives them.
-  JAXINFER_DEVICE void describe(int stage, int begin, int page) const {
+  JAXINFER_DEVICE void describe(int stage, int begin, const Pages& pages) const {
     uint32_t* const words = reinterpret_cast<uint32_t*>(memory_ + Shared::kPresent) + stage * 4;
     int* const positions = reinterpret_cast<int*>(memory_ + Shared::kPositions) + stage * Config::kBlockKV;
-    // Columns behind the item's last one are left to the ranges, which cost less.
-    const uint32_t there = __ballot_sync(kFullWarp, page >= 0 || lane_index(begin) >= state_.item.kv_end);
     const bool has_positions = params_.block_pos != nullptr;
-    int position = 0;
-    if (has_positions && page >= 0) {
-      const int index = lane_index(begin);
-      position = in_page(index) + __ldg(params_.block_pos + int64_t{state_.item.table_begin} +
-                                        params_.page_divider.divide(index));
+    uint32_t there[kParts];
+    int position[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int index = lane_index(begin, part);
+      const bool known = pages.id[part] >= 0;
+      // Columns behind the item's last one are left to the ranges, which cost less.
+      int there_too = known || index >= state_.item.kv_end;
+      if constexpr (kGather) {
+        there[part] = __ballot_sync(kFullWarp, there_too || !has_place());
+        if (there[part] != kFullWarp) {  // from the order of lanes to that of rows
+          there[part] =
+              __ballot_sync(kFullWarp, __shfl_sync(kFullWarp, there_too, (lane_ & 3) * 8 + (lane_ >> 2)));
+        }
+      } else {
+        there[part] = __ballot_sync(kFullWarp, there_too);
+      }
+      position[part] = 0;
+      if (has_positions && known) {
+        position[part] = in_page(index) + __ldg(params_.block_pos + int64_t{state_.item.table_begin} +
+                                                params_.page_divider.divide(index));
+      }
     }
     if constexpr (kGather) {
-      if (lane_ == 0) words[warp_] = there | (kRowsPerWarp < 32 ? ~0u << (kRowsPerWarp & 31) : 0u);
-      if (has_positions && lane_ < kRowsPerWarp) {
-        positions[warp_ * kRowsPerWarp + lane_] = position;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int word = warp_ * kParts + part;
+        if (lane_ == 0) words[word] = there[part] | (kLanes < 32 ? ~0u << (kLanes & 31) : 0u);
+        if (has_positions && has_place()) positions[word * kLanes + row_of(lane_)] = position[part];
       }
     } else if (warp_ == 0) {
       constexpr int kPerWord = 32 / Config::kPageBox;
-      const uint32_t boxes = there | ~0u << (Config::kBlockKV / Config::kPageBox);
+      const uint32_t boxes = there[0] | ~0u << (Config::kBlockKV / Config::kPageBox);
       // The lane that announces the bytes of K, so that its own arrival publishes the words: racecheck
       // follows a barrier from the threads that arrive, not through a __syncwarp before.
       if (elect_lane()) {
@@ -354,7 +450,7 @@ class WgmmaProducer {
       }
       if (has_positions && lane_ < kLanes) {
         for (int r = 0; r < Config::kPageBox; ++r) {
-          positions[lane_ * Config::kPageBox + r] = position + r;
+          positions[lane_ * Config::kPageBox + r] = position[0] + r;
         }
       }
     }
@@ -370,8 +466,6 @@ class WgmmaProducer {
     return (bits * kCopies & kFirstRows) * ((1u << Config::kPageBox) - 1);
   }
 
-  static constexpr int kLanes =
-      kGather ? kRowsPerWarp : Config::kBlockKV / (Config::kPageBox > 0 ? Config::kPageBox : 8);
   static constexpr int kOutside = 1 << 30;  // more pages than any cache has
 
   const AttentionParams& params_;
@@ -383,7 +477,12 @@ class WgmmaProducer {
   int warp_;
   int lane_;
   int layer_;  // out of the pool: no item has blocks
+  uint32_t num_pages_;
   CursorState& state_;
+  // Of the item:
+  int limit_;             // columns of the row's list before this one have pages
+  const int32_t* table_;  // the row's pages
+  const char* head_;      // where this lane's chunk of row 0 of the KV head lies (gather)
 };
 
 }  // namespace jaxinfer

@@ -45,11 +45,6 @@ JAXINFER_DEVICE void arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives once this thread's copy_async calls so far have landed.
-JAXINFER_DEVICE void arrive_after_copies(uint32_t barrier) {
-  injected_delay();
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 JAXINFER_DEVICE void wait_barrier(uint32_t barrier, uint32_t parity) {
   injected_delay();
   asm volatile(
@@ -125,6 +120,10 @@ JAXINFER_DEVICE void copy_row_async(uint32_t to, const void* from, bool present)
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(present ? 16 : 0)
                : "memory");
+}
+// Waits until all copies of this thread have landed.
+JAXINFER_DEVICE void wait_all_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 // Brings a line to L1 for another warp.
 JAXINFER_DEVICE void read_ahead(const int32_t* from) {
