@@ -317,21 +317,24 @@ class WgmmaConsumer {
     }
     if constexpr (Variant::kMask) {
       apply_mask(begin, s);
-    } else {
-      const bool by_position = kPaged && kPositionRule && params_.block_pos != nullptr;
-      // Positions ascend along a row's list.
-      const int first = by_position ? positions()[0] : begin;
-      const int end = by_position ? positions()[kBlock - 1] : begin + kBlock - 1;
-      const bool inside = !by_position || (begin >= state_.kv_begin && begin + kBlock <= state_.kv_end);
-      if (!all_there || !inside || first < clear_begin_ || end >= clear_end_) {
-        if (all_there && !by_position) {
-          apply_ranges(begin, s);
-        } else {
-          apply_mask(begin, s);
-        }
-      }
+    } else if (!all_there || by_position() || begin < clear_begin_ || begin + kBlock > clear_end_) {
+      hide_columns(begin, s, all_there);
     }
     release_keys(last);
+  }
+
+  JAXINFER_DEVICE bool by_position() const { return kPaged && kPositionRule && params_.block_pos != nullptr; }
+  // What is not a whole block of columns that all rows see. By itself, because all other blocks would wait
+  // for what it reads.
+  JAXINFER_DEVICE void hide_columns(int begin, float (&s)[4 * kColumns], bool all_there) const {
+    if (all_there && !by_position()) {
+      apply_ranges(begin, s);
+      return;
+    }
+    const bool inside = begin >= state_.kv_begin && begin + kBlock <= state_.kv_end;
+    // Positions ascend along a row's list.
+    if (all_there && inside && positions()[0] >= clear_begin_ && positions()[kBlock - 1] < clear_end_) return;
+    apply_mask(begin, s);
   }
 
   // Hides the columns outside of every row's range.
@@ -357,7 +360,7 @@ class WgmmaConsumer {
   // The same, for columns that may be missing or lie anywhere, and for the variant's mask: first what to
   // keep, a bit per column, in a loop that needs few registers; then the scores.
   JAXINFER_DEVICE void apply_mask(int begin, float (&s)[4 * kColumns]) const {
-    const bool by_position = kPositionRule && kPaged && params_.block_pos != nullptr;
+    const bool by_position = this->by_position();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const ColumnRange seen = range(r);
