@@ -14,15 +14,15 @@ enum class Schedule : int32_t { kLpt = 0, kRuns = 1 };
 
 // Cost of an item: fixed + alpha * tokens + beta * KV tokens, in integers.
 struct Costs {
-  int64_t fixed;    // starting an item and writing its result
-  int64_t alpha;    // per query token
-  int64_t beta;     // per KV token, at least 1
-  int64_t block;    // KV tokens are paid for by blocks of so many; 1, or a multiple of 16 up to floor / 2
-  int64_t floor;    // fewest KV tokens worth a cut; a multiple of 16, at least 32
-  int64_t weight;   // time of one cost unit on one of num_ctas CTAs, in the unit of the other class's
-  int64_t granule;  // KV tokens that a CTA takes at a time; a multiple of 16 (runs)
-  int64_t merge;    // what partial results cost once, wherever there are any (runs; lpt beside another class)
-  int64_t merge_token;  // and for each query token of a tile that is cut (lpt beside another class)
+  int64_t fixed;        // starting an item and writing its result
+  int64_t alpha;        // per query token
+  int64_t beta;         // per KV token, at least 1
+  int64_t block;        // KV tokens are paid for by blocks of so many; 1, or a multiple of 16 up to floor / 2
+  int64_t floor;        // fewest KV tokens worth a cut; a multiple of 16, at least 32
+  int64_t weight;       // time of one cost unit on one of num_ctas CTAs, in the unit of the other class's
+  int64_t granule;      // KV tokens that a CTA takes at a time; a multiple of 16 (runs)
+  int64_t merge;        // what partial results cost once, wherever there are any
+  int64_t merge_token;  // and for each query token of a tile that is cut (lpt of a compute-bound class)
 };
 
 // The rules that bound which KV positions a token can see; everything else is masked inside the range.

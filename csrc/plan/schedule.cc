@@ -243,6 +243,22 @@ void sort_by_cost(size_t size, bool by_section, CostOf cost, TileOf tile_of, Scr
   radix_sort(scratch->keys, &scratch->order);
 }
 
+// Numbers the queues by descending load: a CTA that runs queues of several heads takes them from either end
+// in turn, a full one beside one with room.
+void sort_queues(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues,
+                 ClassPieces* pieces) {
+  std::vector<int64_t> load(num_queues);
+  for (const Piece& p : pieces->pieces) {
+    load[p.queue] += item_cost(costs, tiles[p.tile].num_tokens, p.kv_end - p.kv_begin);
+  }
+  std::vector<int32_t> order(num_queues);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return load[a] > load[b]; });
+  std::vector<int32_t> rank(num_queues);
+  for (int32_t i = 0; i < num_queues; ++i) rank[order[i]] = i;
+  for (Piece& p : pieces->pieces) p.queue = rank[p.queue];
+}
+
 }  // namespace
 
 void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
@@ -314,6 +330,7 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
         if (shares.free_load > 0) shares.queues[0] = reading_queues(request, total_cost, shares, load);
       }
     }
+    if (by_section) sort_queues(tiles[c], costs, num_queues, &classes[c]);
     classes[c].order.resize(classes[c].pieces.size());
     std::iota(classes[c].order.begin(), classes[c].order.end(), 0);
   }

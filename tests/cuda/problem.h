@@ -264,7 +264,7 @@ inline void make_plan_and_params(Problem* problem, int64_t num_pages, bool fine)
       request.costs[c].floor = 32;
       request.costs[c].fixed = 16;
       request.costs[c].granule = 16;
-      request.costs[c].merge = 0;
+      request.costs[c].merge = request.costs[c].merge_token = 0;
     }
   }
   fill_capacities(&request);
