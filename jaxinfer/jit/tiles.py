@@ -237,9 +237,9 @@ def _wgmma_smem_bytes(head_dim_qk: int, head_dim_vo: int, tile: int, block_kv: i
 
 
 def merge_config(*, dtype: str, head_dim_vo: int) -> TileConfig:
-    """Geometry of the merge: one warp per (merge entry, query head, 32 columns).
+    """Geometry of the merge: one warp per (merge entry, query head, 128 columns).
 
-    Two warps: three such CTAs find registers beside two attention CTAs, which they wait for.
+    Two warps: such a CTA finds registers beside two attention CTAs, which it waits for.
     """
     return TileConfig(num_threads=64)
 
