@@ -103,9 +103,9 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
   }
   if (merges) {
     const cuda::Kernel& merge = loaded->back();
-    // One warp for every 32 columns of a row.
+    // One warp for every 128 columns of a row.
     const int64_t warps =
-        int64_t{format.merge_capacity} * params.num_qo_heads * ceil_div(params.head_dim_vo, 32);
+        int64_t{format.merge_capacity} * params.num_qo_heads * ceil_div(params.head_dim_vo, 128);
     void* arguments[] = {&params, packed};
     if (const auto error = cuda::launch(merge, stride_grid(merge, ceil_div(warps, merge.num_threads / 32)),
                                         stream, arguments, cuda::Start::kEarly);

@@ -129,7 +129,7 @@ def plan(
       tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None:
         chosen from the capacities, group size, dtype, head_dim and the GPU. On GPUs 192 is for Hopper alone.
       num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU; on a GPU twice the multiprocessors,
-        once for tiles that run on Hopper's warpgroup instructions.
+        once for tiles of two or three of Hopper's warpgroups.
       schedule: "runs" (classes limited by reading K and V get contiguous equal runs per queue; on an H200 level with
         the other on equal lengths and up to 6% faster on others) or "lpt" (longest tiles first, to the least
         loaded queue). Classes limited by arithmetic are scheduled the second way.
@@ -439,7 +439,7 @@ def _check_num_ctas(num_ctas: Any, tiles: tuple[int, ...], on_gpu: bool, warpgro
     if num_ctas is None:
         if not on_gpu:
             return (CPU_CTAS,) * len(tiles)
-        # A CTA of warpgroups fills a multiprocessor; the other kernels leave room for two.
+        # A CTA of several warpgroups fills a multiprocessor; the other kernels leave room for two.
         multiprocessors = int(jax.devices()[0].core_count)
         alone = select.WGMMA_TILES if warpgroups else ()
         return tuple(multiprocessors * (1 if tile in alone else 2) for tile in tiles)

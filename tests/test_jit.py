@@ -244,15 +244,17 @@ def test_program_for_a_gpu_is_made_without_one() -> None:
         {"kernel": "append", "dtype": "bfloat16"},
         *(
             {
-                "kernel": "attention_mma",
                 "dtype": "bfloat16",
                 "head_dim_qk": 96,
                 "head_dim_vo": 96,
-                "tile": tile,
                 "packed": True,
                 "rules": 33,
+                **own,
             }
-            for tile in (16, 64)
+            for own in (
+                {"kernel": "attention_mma", "tile": 16},
+                {"kernel": "attention", "tile": 64, "page_box": 16},
+            )
         ),
         {"kernel": "merge", "dtype": "bfloat16", "head_dim_vo": 96, "rules": 32},
     ]
@@ -273,7 +275,8 @@ def test_implementations_on_a_gpu() -> None:
         _export("bfloat16", (1,), jaxinfer.Variant(), implementation="mma")
     assert _export("bfloat16", (192,), jaxinfer.Variant())[1]["kernel"] == "attention"
     assert _export("bfloat16", (128,), jaxinfer.Variant())[1]["kernel"] == "attention"
-    assert _export("bfloat16", (64,), jaxinfer.Variant())[1]["kernel"] == "attention_mma"
+    assert _export("bfloat16", (64,), jaxinfer.Variant())[1]["kernel"] == "attention"
+    assert _export("bfloat16", (32,), jaxinfer.Variant())[1]["kernel"] == "attention_mma"
     wgmma = _export("bfloat16", (128,), jaxinfer.Variant(), implementation="wgmma")[1]
     assert (wgmma["kernel"], wgmma["page_box"]) == ("attention_wgmma", 16)
     with pytest.raises(ValueError, match="'wgmma' has no tile 16"):

@@ -72,11 +72,30 @@ def test_tiles_that_an_implementation_lacks(implementation: str, tile: int) -> N
 
 def test_the_gpu_decides_who_runs_large_tiles() -> None:
     """A program may be lowered on a machine without one."""
-    assert chosen(64).kernel == "attention_mma"
+    assert chosen(32).kernel == "attention_mma"
+    assert chosen(64).kernel == "attention"
     for tile in (128, 192):
         assert chosen(tile).kernel == "attention"
         assert chosen(tile, implementation="wgmma").kernel == "attention_wgmma"
     assert chosen(128, implementation="mma").kernel == "attention_mma"
+
+
+def test_one_warpgroup_runs_tile_64_where_it_was_measured() -> None:
+    for spec in (chosen(64), chosen(64, 8, dtype="float16")):
+        assert render.template(spec, "sm_90a") == "attention_wgmma"
+        assert render.template(spec, "sm_80") == "attention_mma"
+    score_hole = FunctorSource(
+        "__device__ float logits(float s, const Row& row, const Col& col) const { return s; }"
+    )
+    for spec in (
+        chosen(64, 5),
+        chosen(64, 1, contiguous=True),
+        chosen(64, head_dim_qk=64, head_dim_vo=64),
+        chosen(64, head_dim_qk=192),
+        chosen(64, functor=score_hole),
+        chosen(64, implementation="mma"),
+    ):
+        assert render.template(spec, "sm_90a") == "attention_mma"
 
 
 def test_the_template_follows_the_gpu_and_the_rules() -> None:

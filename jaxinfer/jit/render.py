@@ -97,7 +97,7 @@ def template(spec: KernelSpec, arch: str) -> str:
         return spec.kernel
     # Tensor copies bring K and V to where the instructions read them, and Q too: nobody could change them between.
     changed = changes_inputs(spec.functor)
-    if arch == "sm_90a" and not changed:
+    if arch == "sm_90a" and not changed and (spec.tile != 64 or has_single_warpgroup(spec)):
         return "attention_wgmma"
     if spec.kernel == "attention" and spec.tile != 192:
         return "attention_mma"
@@ -106,6 +106,14 @@ def template(spec: KernelSpec, arch: str) -> str:
         f"tile {spec.tile} of attention_wgmma for {reason}; it needs compute capability 9.0 and rules that leave "
         "Q, K and V as they are. Plan with tile 128, and leave implementation to jaxinfer."
     )
+
+
+def has_single_warpgroup(spec: KernelSpec) -> bool:
+    """Whether a spec of tile 64 (a few tokens to verify) runs on one consumer warpgroup: on pages that the copy
+    engine reads, at the width that was measured.
+    """
+    dims = (spec.head_dim_qk, spec.head_dim_vo)
+    return spec.packed and spec.page_box > 0 and dims == (128, 128) and spec.functor is None
 
 
 def render(spec: KernelSpec, arch: str) -> Rendered:

@@ -14,7 +14,9 @@ from .spec import FunctorSource, KernelSpec, join, padded_head_dim
 
 _RULE_SOFTMAX = 32  # of `enum Rule` in csrc/params.h: all that the merge needs to know
 _MMA_TILES = (16, 32, 64, 128)
-#: Tiles of the warpgroup kernel.
+_SINGLE_WARPGROUP_TILE = 64
+#: Tiles of the warpgroup kernel whose CTAs fill a multiprocessor. It has tile 64 too, for pages at one width
+#: (render.template), which only implementation=None chooses.
 WGMMA_TILES = (128, 192)
 
 
@@ -102,7 +104,7 @@ def _kernel(dtype: str, tile: int, implementation: str | None) -> str:
         )
     if implementation == "wgmma":
         return "attention_wgmma"
-    if implementation == "mma" or tile not in WGMMA_TILES:
+    if implementation == "mma" or tile not in (_SINGLE_WARPGROUP_TILE, *WGMMA_TILES):
         return "attention_mma"
     # Which template a large tile becomes is decided where the GPU is known.
     return "attention"
@@ -112,6 +114,6 @@ def _page_box(tile: int, contiguous: bool, page_size: int) -> int:
     """Rows that one copy of the tensor engine brings: whole patterns of eight rows inside one page, 16 where
     they fit because twice as many copies need twice as many warps; 0: pages are gathered row by row.
     """
-    if contiguous or tile not in WGMMA_TILES:
+    if contiguous or tile not in (_SINGLE_WARPGROUP_TILE, *WGMMA_TILES):
         return 0
     return next((rows for rows in (16, 8) if page_size % rows == 0), 0)

@@ -161,7 +161,7 @@ inline void launch_merge(const Kernels& kernels, AttentionParams params, cudaStr
   int unused[2] = {0, 0};
   const LoadedKernel& kernel = kernels.at(merge_spec(params));
   const int64_t warps =
-      int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 31) / 32);
+      int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 127) / 128);
   const int64_t per_cta = kernel.num_threads / 32;
   void* arguments[] = {&params, unused};
   (merge == Merge::kDependent ? launch_dependent : launch)(

@@ -27,9 +27,12 @@ inline std::string wgmma_spec(const AttentionParams& a, int cls) {
   return spec + ",\"page_box\":" + std::to_string(page_box(a)) + "}";
 }
 
-// The spec of a class as it is run: small tiles by the portable kernel.
+// The spec of a class as it is run: small tiles by the portable kernel, as jaxinfer.jit.render says.
 inline std::string class_spec(const AttentionParams& a, int cls) {
-  return a.format.classes[cls].tile < 128 ? attention_spec(a, cls) : wgmma_spec(a, cls);
+  const int tile = a.format.classes[cls].tile;
+  const bool is_single = tile == 64 && page_box(a) > 0 && padded_head_dim(a.head_dim_qk) == 128 &&
+                         padded_head_dim(a.head_dim_vo) == 128;
+  return tile >= 128 || is_single ? wgmma_spec(a, cls) : attention_spec(a, cls);
 }
 
 // The kernels of one folder, and for how many KV rows those that take tensor maps want them.

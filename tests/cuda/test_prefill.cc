@@ -96,6 +96,12 @@ std::vector<PrefillCase> make_prefill_cases() {
   }
   list.add(base(bf16, 64, 64, {{192, true}}, kWindows | kRuleMask | kRuleSoftCap), Loader::kGather, 3);
   list.add(base(bf16, 256, 256, {{128, true}}, kWindows | kRuleMask | kRuleSoftCap), Loader::kGather, 3);
+  // One consumer warpgroup.
+  for (const uint32_t rules : rule_sets) {
+    list.add(base(bf16, 128, 128, {{64, true}}, rules), Loader::kPages16, 3);
+    list.add(base(bf16, 104, 120, {{64, true}}, rules), Loader::kPages8, 3);
+  }
+  list.add(base(DType::kF16, 128, 128, {{64, true}}, kCausal), Loader::kPages16, 6);
   // Shared prefixes, block positions, layers outside the pool, extreme and negative scales.
   for (const int page_size : {16, 8, 5}) {
     const char* const name = page_size == 16 ? "box16" : page_size == 8 ? "box8" : "gather";
