@@ -8,23 +8,39 @@
 // mask, online softmax, P V; then the state is written: o and lse, or a partial of both.
 #pragma once
 
-#include "kernels/fragments.cuh"
-#include "kernels/mma_memory.cuh"
-#include "kernels/query.cuh"
-#include "kernels/softmax.cuh"
-#include "kernels/variant.cuh"
+#include "kernels/attention_mma_scores.cuh"
 
 namespace jaxinfer {
 
 template <class Config, class Variant>
-class MmaAttention {
-  using Type = Element<Config::kDType>;
-  using Shared = MmaSharedMemory<Config>;
-  static constexpr int kFragments = QueryFragments<Config>::kFragments;
-  static constexpr int kRows = 2 * kFragments;           // fragment rows of a thread
-  static constexpr int kColumns = Config::kBlockKV / 8;  // pieces of eight columns
+class MmaAttention : MmaScores<Config, Variant> {
+  using Scores = MmaScores<Config, Variant>;
+  using Scores::hole_row;
+  using Scores::item;
+  using Scores::kColumns;
+  using Scores::kFragments;
+  using Scores::kPositions;
+  using Scores::kRows;
+  using Scores::lane;
+  using Scores::lane_;
+  using Scores::make_row;
+  using Scores::memory_;
+  using Scores::operands_;
+  using Scores::params_;
+  using Scores::position;
+  using Scores::rows_;
+  using Scores::scale;
+  using Scores::state_;
+  using Scores::tile_row;
+  using Scores::warp_;
+  using typename Scores::Block;
+  using typename Scores::Shared;
+  using typename Scores::Type;
   static constexpr int kPieces = Config::kHeadDimVo / 8;
-  static constexpr bool kPositions = (Config::kRules & kPositionRules) != 0;
+  static constexpr int kChunksQk = Config::kHeadDimQk / 8;
+  // Products are what takes time, and everything else happens beside them: weights between the products of
+  // P V, whose units are others, copies behind those of Q K^T, addresses behind those of P V.
+  static constexpr bool kInGaps = KvRing<Config>::kPrepares;
   static constexpr bool kTransforms = Variant::kKey || Variant::kValue;  // changes tiles of K or V in place
   static_assert(Config::kTile == 16 * Config::kWarpsM * kFragments, "tile rows");
   static_assert(Config::kNumThreads == 32 * Config::kWarpsM * Config::kStreams, "threads");
@@ -35,24 +51,19 @@ class MmaAttention {
  public:
   JAXINFER_DEVICE MmaAttention(const AttentionParams& params, int cls, const VariantOperands& operands,
                                char* memory, WarpState& state)
-      : params_(params),
-        operands_(operands),
-        memory_(memory),
-        lane_(threadIdx.x & 31),
-        warp_(warp_index() % Config::kWarpsM),
+      : Scores(params, operands, memory, state),
         stream_(warp_index() / Config::kWarpsM),
-        state_(state),
-        rows_{state_.computing, params.group_divider},
         cursor_(params, cls, 1, state_.computing),
         exists_(cursor_.next()),
         ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
-              reinterpret_cast<int*>(memory + Shared::kPosition), stream_, warp_, lane_),
+              reinterpret_cast<int*>(memory + Shared::kPosition), stream_, warp_, lane_,
+              reinterpret_cast<uint32_t*>(memory + Shared::kRowNumbers)),
         query_(shared_address(memory + Shared::kQuery), warp_, lane_),
-        k_rows_((lane_ & 7) + (lane_ >> 4 << 3), lane_ >> 3 & 1),
-        v_rows_(lane_ & 15, lane_ >> 4) {}
+        keys_(key_matrices<kChunksQk>(ring_.k_tile(0), lane())) {}
 
   JAXINFER_DEVICE void run() {
+    if constexpr (kInGaps) ring_.prepare();
     for (bool exists = exists_; exists; exists = cursor_.next()) {
       if (item().bsr_row < 0) {
         write_empty<Config>(params_, item(), state_.computing.head);
@@ -77,19 +88,18 @@ class MmaAttention {
   }
 
   JAXINFER_DEVICE void run_item() {
-    const int kv_end = item().kv_end;
     // All that is read before the barrier is on its way at once: each trip to memory takes most of a
     // microsecond.
-    const int kv_offset = item().kv_begin < kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
-    const int q_pos = kPositions ? load_position() : 0;
+    const int kv_offset = item().kv_begin < item().kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
+    const int q_pos = kPositions ? this->load_position() : 0;
     cta_barrier();  // the item before may still be reading Q and merged states
     load_query<Config, Variant>(params_, operands_, rows_, shared_address(memory_ + Shared::kQuery),
-                                sign_bits());
-    if constexpr (kPositions) find_visible(q_pos);
+                                this->sign_bits());
+    if constexpr (kPositions) this->find_visible(q_pos);
     cta_barrier();
     state_.kv_offset = kv_offset;
     query_.load();
-    find_clear();
+    this->find_clear();
     softmax_.clear();
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
@@ -101,14 +111,18 @@ class MmaAttention {
     }
     int begin = item().kv_begin + stream_ * Config::kBlockKV;
 #pragma unroll 1
-    for (; begin < kv_end; begin += Config::kStreams * Config::kBlockKV) {
+    for (; begin < item().kv_end; begin += Config::kStreams * Config::kBlockKV) {
       wait_copies<Config::kStages - 2>();
       stream_barrier();
-      ring_.issue(free_stage());
+      if constexpr (kInGaps) {
+        ring_.copy_part(free_stage());
+      } else {
+        ring_.issue(free_stage());
+      }
       attend(begin);
-      stage_ = stage_ + 1 == Config::kStages ? 0 : stage_ + 1;
+      stage_ = next_stage();
     }
-    if (Config::kStreams > 1 && Config::kWarpsM > 1 && begin - stream_ * Config::kBlockKV < kv_end) {
+    if (Config::kStreams > 1 && Config::kWarpsM > 1 && begin - stream_ * Config::kBlockKV < item().kv_end) {
       // Only earlier streams have a last block.
       stream_barrier();
       if constexpr (kTransforms) stream_barrier();
@@ -134,51 +148,6 @@ class MmaAttention {
   // The stage that the next copies go to; nothing is in it or on its way to it.
   JAXINFER_DEVICE int free_stage() const { return stage_ == 0 ? Config::kStages - 1 : stage_ - 1; }
 
-  // With 32 rows per warp registers are scarce, so there both are read again where needed.
-  JAXINFER_DEVICE int lane() const { return kFragments > 1 ? fresh_thread_index() & 31 : lane_; }
-  JAXINFER_DEVICE int warp() const {
-    return kFragments > 1 ? (fresh_thread_index() >> 5) % Config::kWarpsM : warp_;
-  }
-  JAXINFER_DEVICE const Item& item() const { return state_.computing.item; }
-
-  // Fragments hold q.k; with a negative scale Q is negated, so that the largest product is the largest logit.
-  JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
-  JAXINFER_DEVICE uint32_t sign_bits() const { return params_.variant.sm_scale < 0.0f ? Type::kSignBits : 0; }
-  // Of fragments to logits and to base-2 exponents; the variant's fragments are logits already.
-  JAXINFER_DEVICE float fragment_scale() const { return Variant::kLogits ? 1.0f : logit_scale(); }
-  JAXINFER_DEVICE float scale() const { return exponent_scale(fragment_scale()); }
-
-  JAXINFER_DEVICE Row make_row(int i) const { return query_row(params_, rows_, i); }
-  // Tile row of this thread's fragment row r.
-  JAXINFER_DEVICE int tile_row(int r) const {
-    return (warp() * kFragments + (r >> 1)) * 16 + (lane() >> 2) + (r & 1) * 8;
-  }
-
-  // Position of this thread's row.
-  JAXINFER_DEVICE int load_position() const {
-    static_assert(Config::kTile <= Config::kNumThreads, "a thread for every row");
-    const int row = fresh_thread_index();
-    return row < rows_.num_rows() ? __ldg(params_.q_pos + item().token_begin + rows_.token(row)) : 0;
-  }
-  // What every row may see, to shared memory. Idle rows see everything; nobody reads their results.
-  JAXINFER_DEVICE void find_visible(int q_pos) {
-    const int row = fresh_thread_index();
-    if (row >= Config::kTile) return;
-    visible()[row] = row < rows_.num_rows() ? visible_positions<Config::kRules>(params_.variant, q_pos)
-                                            : Visible{kInt32Min, kInt32Max};
-  }
-  JAXINFER_DEVICE Visible* visible() const { return reinterpret_cast<Visible*>(memory_ + Shared::kVisible); }
-
-  // Columns at positions outside [clear_first, clear_last] are hidden from some row of this warp.
-  JAXINFER_DEVICE void find_clear() {
-    if constexpr (kPositions) {
-      const Visible range = visible()[warp() * kFragments * 16 + lane() % (kFragments * 16)];
-      state_.clear_first = __reduce_max_sync(kFullWarp, range.first);
-      state_.clear_last = __reduce_min_sync(kFullWarp, range.last);
-    }
-    __syncwarp();
-  }
-
   // One KV block: scores, weights, and their sum of values.
   JAXINFER_DEVICE void attend(int begin) {
     if constexpr (Variant::kKey) {
@@ -190,14 +159,24 @@ class MmaAttention {
     if constexpr (kTransforms) stream_barrier();
 
     float s[kFragments][kColumns][4];
-    multiply_qk<Config>(query_, k_rows_, ring_.k_tile(stage_), s);
-    if constexpr (Variant::kLogits || !Variant::kSoftmax) apply_logits(begin, s);
-    if (Variant::kMask || needs_mask(begin)) apply_mask(begin, s);
+    multiply_qk(query_, kInGaps ? keys_ : make_keys(stage_), s);
+    if constexpr (kInGaps) {
+      // Behind the products, where they cost least (4 x 4096 tokens causal, pages of 16: 329 TFLOP/s; between
+      // the products 308, where each wait for an address holds them up; before them 316).
+      ring_.copy_prepared(free_stage());
+      ring_.turn_item();
+    }
+    const Block block{ring_, stage_, begin};
+    if constexpr (Variant::kLogits || !Variant::kSoftmax) this->apply_logits(block, s);
+    if (Variant::kMask || __any_sync(kFullWarp, this->needs_mask(block))) this->apply_mask(block, s);
 
+    Weights<kRows> weights{scale(), {}};
     if constexpr (Variant::kSoftmax) {
-      float factor[kRows];
-      const bool changed = update_softmax(s, scale(), softmax_, factor);
-      if (__any_sync(kFullWarp, changed)) {
+      float largest[kRows];
+      find_largest(s, largest);
+      if (find_weights(largest, softmax_, weights)) {
+        float factor[kRows];
+        raise_max(s, largest, softmax_, weights, factor);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
@@ -210,73 +189,25 @@ class MmaAttention {
     } else {
       plain_weights(s, softmax_);
     }
-    multiply_pv<Config>(s, v_rows_, ring_.v_tile(stage_), o_);
-  }
-
-  // Position of column c of the block. Where the layout gives block positions they came with the block.
-  JAXINFER_DEVICE int position(int begin, int c) const {
-    return params_.block_pos != nullptr ? ring_.positions(stage_)[c] : state_.kv_offset + begin + c;
-  }
-
-  JAXINFER_DEVICE bool needs_mask(int begin) const {
-    constexpr uint64_t kAll =
-        Config::kBlockKV == 64 ? ~uint64_t{0} : (uint64_t{1} << (Config::kBlockKV & 63)) - 1;
-    if (ring_.present(stage_) != kAll) return true;
-    if constexpr (kPositions) {
-      // Positions ascend along a row's list.
-      return position(begin, 0) < state_.clear_first ||
-             position(begin, Config::kBlockKV - 1) > state_.clear_last;
-    }
-    return false;
-  }
-
-  // Hides columns: those that are not there, and those that a rule or the variant hides.
-  JAXINFER_DEVICE void apply_mask(int begin, float (&s)[kFragments][kColumns][4]) {
-    const int first = 2 * (lane() & 3);
-    const uint64_t mine = ring_.present(stage_) >> first;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const Visible range = kPositions ? visible()[tile_row(r)] : Visible{};
-      const Row row = Variant::kMask ? hole_row(r) : Row{};
-      const Variant variant(params_, operands_, row);
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          bool keep = (mine >> (8 * j + e) & 1) != 0;
-          const int c = first + 8 * j + e;
-          const Col col{position(begin, c), begin + c};
-          if constexpr (kPositions) keep = keep && range.first <= col.kv_pos && col.kv_pos <= range.last;
-          if constexpr (Variant::kMask) keep = keep && variant.mask(row, col);
-          float& x = s[r >> 1][j][2 * (r & 1) + e];
-          x = keep ? x : hidden_score<Variant::kSoftmax>();
-        }
-      }
+    const auto values = row_matrices<Config::kHeadDimVo / 8>(ring_.v_tile(stage_), lane());
+    multiply_pv<Config, kInGaps>(
+        s,
+        [&](float& x, int row) {
+          if constexpr (!Variant::kSoftmax) return;
+          x = weights(x, row);
+          softmax_.l[row] += x;
+        },
+        values, o_);
+    if constexpr (kInGaps) {
+      ring_.prepare();
+      keys_ = make_keys(next_stage());
     }
   }
 
-  // Products to logits, through the variant where it wants that.
-  JAXINFER_DEVICE void apply_logits(int begin, float (&s)[kFragments][kColumns][4]) {
-    const int first = 2 * (lane() & 3);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const Row row = Variant::kLogits ? hole_row(r) : Row{};
-      const Variant variant(params_, operands_, row);
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int c = first + 8 * j + e;
-          float& x = s[r >> 1][j][2 * (r & 1) + e];
-          x *= logit_scale();
-          if constexpr (Variant::kLogits) x = variant.logits(x, row, Col{position(begin, c), begin + c});
-        }
-      }
-    }
+  JAXINFER_DEVICE int next_stage() const { return stage_ + 1 == Config::kStages ? 0 : stage_ + 1; }
+  JAXINFER_DEVICE TileMatrices<kChunksQk> make_keys(int stage) const {
+    return key_matrices<kChunksQk>(ring_.k_tile(stage), lane());
   }
-
-  // Of fragment row r. Idle rows copy a real one; their results are not read.
-  JAXINFER_DEVICE Row hole_row(int r) const { return make_row(min(tile_row(r), rows_.num_rows() - 1)); }
 
   // Changes the rows of a K or V tile in place, by the threads of the stream.
   template <int kChunks, bool kIsKey>
@@ -291,7 +222,7 @@ class MmaAttention {
       const uint32_t at = tile + RowTile<kChunks>::offset(c, chunk);
       float elements[8];
       Type::unpack(load_shared(at), elements);
-      const Col col{position(begin, c), begin + c};
+      const Col col{position(Block{ring_, stage_, begin}, c), begin + c};
       if constexpr (kIsKey) {
         variant.key(elements, chunk * 8, row, col);
       } else {
@@ -438,12 +369,12 @@ class MmaAttention {
       return 1.0f;
     }
     const bool empty = l == 0.0f;
-    const float largest = empty ? -infinity() : m * fragment_scale();
+    const float largest = empty ? -infinity() : m * this->fragment_scale();
     if (is_final()) {
       if (writes) params_.lse[at] = natural_lse(largest, l);
       return empty ? 0.0f : 1.0f / l;  // a row that saw nothing has o = 0 exactly, whatever its sums hold
     }
-    const float factor = empty ? 1.0f : partial_factor(m, scale(), fragment_scale(), largest);
+    const float factor = empty ? 1.0f : partial_factor(m, scale(), this->fragment_scale(), largest);
     if (writes) {
       params_.partial_max[at] = largest;
       params_.partial_sum[at] = l * factor;
@@ -460,21 +391,13 @@ class MmaAttention {
     }
   }
 
-  const AttentionParams& params_;
-  const VariantOperands& operands_;
-  char* memory_;
-  int lane_;
-  int warp_;  // inside the stream
   int stream_;
-  WarpState& state_;
-  ItemRows<Config::kPacked> rows_;
   ItemCursor<Config> cursor_;
   bool exists_;  // the first item
   KvRing<Config> ring_;
   QueryFragments<Config> query_;
-  MatrixAddress<Config::kHeadDimQk / 8> k_rows_;
-  MatrixAddress<Config::kHeadDimVo / 8> v_rows_;
-  int stage_ = 0;  // of the block that comes next
+  TileMatrices<kChunksQk> keys_;  // of the block that comes next
+  int stage_ = 0;                 // of the block that comes next
   // Of the item:
   SoftmaxState<kRows> softmax_;
   float o_[kFragments][kPieces][4];
@@ -490,7 +413,7 @@ JAXINFER_DEVICE void attention_mma(const AttentionParams& params, int cls, const
   if constexpr (!kStateInRegisters<Config>) {
     state = reinterpret_cast<WarpState*>(memory + Shared::kWarpStates) + (threadIdx.x >> 5);
   }
-  MmaAttention<Config, Variant> attention(params, cls, operands, memory, *state);
+  MmaAttention<Config, Variant> attention(params, cls, operands, opaque(memory), *state);
   attention.run();
   end_after_earlier_kernels();
 }

@@ -387,7 +387,7 @@ template <class Config, class Variant>
 JAXINFER_DEVICE void attention_simt(const AttentionParams& params, int cls, const VariantOperands& operands) {
   extern __shared__ __align__(128) char memory[];
   allow_next_kernel();
-  SimtAttention<Config, Variant> attention(params, cls, operands, memory);
+  SimtAttention<Config, Variant> attention(params, cls, operands, opaque(memory));
   attention.run();
   end_after_earlier_kernels();
 }

@@ -50,19 +50,22 @@ class KvRing {
   // Packed tiles of short queries are the only readers of their K and V; of long queries many tiles read the
   // same.
   static constexpr bool kReadOnce = Config::kPacked && Config::kTile < 128;
+  static constexpr int kGroupRows = 32 / kRowLanes;  // of one instruction
+  static constexpr int kGroups = (Shape::kRowsPerWarp + kGroupRows - 1) / kGroupRows;
 
  public:
   // `cursor` stands at the first item, if `exists`. `data`, `present`, `positions`: shared memory of all
   // streams; `warp` counts inside the stream.
   JAXINFER_DEVICE KvRing(const AttentionParams& params, const ItemCursor<Config>& cursor, bool exists,
                          WarpState& state, uint32_t data, uint32_t* present, int* positions, int stream,
-                         int warp, int lane)
+                         int warp, int lane, uint32_t* row_numbers = nullptr)
       : params_(params),
         cursor_(cursor, state.loading),
         state_(state),
         data_(data + stream * Config::kStages * Shape::kStageBytes),
         present_(present + stream * Config::kStages * Config::kWarpsM),
         positions_(positions + stream * Config::kStages * Config::kBlockKV),
+        row_numbers_(row_numbers),
         stream_(stream),
         warp_(warp),
         lane_(lane) {
@@ -83,6 +86,54 @@ class KvRing {
     commit_copies();
   }
 
+  // The same in steps, for streams whose warps have products to hide them behind: copy_part(), which does
+  // nothing for most blocks, the straight copy_prepared(), turn_item(), and prepare() for the next time.
+  // Where most blocks pass there are no branches and no shuffles, because no instruction moves across either.
+  static constexpr bool kPrepares = Config::kStreams == 1;
+  // Copies the next block where it has to be looked at row by row.
+  JAXINFER_DEVICE void copy_part(int stage) {
+    if (whole_ || begin_ < 0) return;
+    copy(stage);
+    begin_ += Config::kBlockKV;
+  }
+  // Copies it otherwise, and reads the page ids of the block behind it.
+  JAXINFER_DEVICE void copy_prepared(int stage) {
+    uint32_t rows[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      rows[g] = row_numbers_[warp() * Shape::kRowsPerWarp + g * kGroupRows + lane() / kRowLanes];
+    }
+    const char* const k = state_.k_head + lane() % kRowLanes * 16;
+    const char* const v = state_.v_head + lane() % kRowLanes * 16;
+    const uint32_t tile = k_tile(stage);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const bool wanted = whole_ && (Shape::kRowsPerWarp % kGroupRows == 0 ||
+                                     g * kGroupRows + lane() / kRowLanes < Shape::kRowsPerWarp);
+      copy_row_if<Shape::kChunksQk>(wanted, tile, g * kGroupRows,
+                                    k + uint64_t{rows[g]} * (Shape::kChunksQk * 16u));
+      copy_row_if<Shape::kChunksVo>(wanted, tile + Shape::kKBytes, g * kGroupRows,
+                                    v + uint64_t{rows[g]} * (Shape::kChunksVo * 16u));
+    }
+    commit_copies();
+    if (whole_ && lane() == 0) present_[stage * Config::kWarpsM + warp()] = kAllRows;
+    begin_ += whole_ ? Config::kBlockKV : 0;
+    look_up();
+  }
+  JAXINFER_DEVICE void turn_item() {
+    __syncwarp();  // all lanes have read their row numbers, which prepare() writes
+    if (begin_ < 0 || begin_ < item().kv_end) return;
+    enter_item(cursor_.next());
+    look_up();
+  }
+  // Where the rows of the next block lie, and whether all are there.
+  JAXINFER_DEVICE void prepare() {
+    const uint32_t row = find_row();
+    store_shared_if(lane() < Shape::kRowsPerWarp,
+                    shared_address(row_numbers_ + warp() * Shape::kRowsPerWarp + lane()), row);
+    whole_ = __ballot_sync(kFullWarp, in_pool(find_page())) == kAllRows && is_plain();
+  }
+
   JAXINFER_DEVICE uint32_t k_tile(int stage) const { return data_ + stage * Shape::kStageBytes; }
   JAXINFER_DEVICE uint32_t v_tile(int stage) const { return k_tile(stage) + Shape::kKBytes; }
 
@@ -99,10 +150,11 @@ class KvRing {
   JAXINFER_DEVICE const int* positions(int stage) const { return positions_ + stage * Config::kBlockKV; }
 
  private:
-  // With 32 rows per warp registers are scarce, so there both are read again where needed.
+  // With 32 rows per warp registers are scarce, so there both are worked out again where needed: from a
+  // register, because the next instruction would wait for a special one.
   static constexpr bool kFresh = Config::kTile == 32 * Config::kWarpsM;
-  JAXINFER_DEVICE int lane() const { return kFresh ? fresh_thread_index() & 31 : lane_; }
-  JAXINFER_DEVICE int warp() const { return kFresh ? (fresh_thread_index() >> 5) % Config::kWarpsM : warp_; }
+  JAXINFER_DEVICE int lane() const { return kFresh ? forget(thread_) & 31 : lane_; }
+  JAXINFER_DEVICE int warp() const { return kFresh ? (forget(thread_) >> 5) % Config::kWarpsM : warp_; }
 
   JAXINFER_DEVICE const Item& item() const { return cursor_.state().item; }
 
@@ -133,45 +185,70 @@ class KvRing {
   // it.
   JAXINFER_DEVICE void look_up() {
     if constexpr (!Config::kContiguous) {
-      page_ = -1;
-      if (!lane_has_row()) return;
       const int64_t entry = int64_t{item().table_begin} + params_.page_divider.divide(lane_index());
-      if (entry < params_.kv_indices_capacity) page_ = __ldg(params_.kv_indices + entry);
+      const int wanted =
+          static_cast<int>(lane_has_row()) & static_cast<int>(entry < params_.kv_indices_capacity);
+      page_ = load_if(wanted != 0, params_.kv_indices + entry, -1);
     }
   }
 
   JAXINFER_DEVICE bool lane_has_row() const {
-    return begin_ >= 0 && lane() < Shape::kRowsPerWarp && lane_index() < item().kv_end;
+    // Without branches: only half of the lanes may have one.
+    return static_cast<int>(begin_ >= 0) & static_cast<int>(lane() < Shape::kRowsPerWarp) &
+           static_cast<int>(lane_index() < item().kv_end);
+  }
+
+  // The page or, in a contiguous cache, the row of this lane's row of the next block, or -1.
+  JAXINFER_DEVICE int64_t find_page() const {
+    if constexpr (Config::kContiguous) {
+      const int64_t row = int64_t{item().table_begin} + lane_index();
+      return lane_has_row() ? row : -1;
+    }
+    return page_;
+  }
+  JAXINFER_DEVICE bool in_pool(int64_t page) const {
+    return static_cast<uint64_t>(page) < static_cast<uint64_t>(params_.num_pages);
+  }
+
+  // This lane's row of the next block, as its number among the rows of the layer's cache (which are fewer
+  // than 2^32, ffi/checks.h). Others get it by shuffles, so that no address is computed twice.
+  JAXINFER_DEVICE uint32_t find_row() const {
+    uint32_t row =
+        static_cast<uint32_t>(find_page()) * static_cast<uint32_t>(params_.page_size * params_.num_kv_heads);
+    if constexpr (!Config::kContiguous) {
+      const int in_page =
+          lane_index() - static_cast<int>(params_.page_divider.divide(lane_index())) * params_.page_size;
+      // Caches are dense, so that K and V differ in the length of a row alone.
+      const bool hnd = params_.k_strides.token == params_.head_dim_qk;
+      row += static_cast<uint32_t>(in_page * (hnd ? 1 : params_.num_kv_heads));
+    }
+    return row;
+  }
+
+  static constexpr uint32_t kAllRows =
+      Shape::kRowsPerWarp == 32 ? ~0u : (1u << (Shape::kRowsPerWarp & 31)) - 1;
+  JAXINFER_DEVICE bool has_whole_rows() const {
+    return params_.head_dim_qk == Config::kHeadDimQk && params_.head_dim_vo == Config::kHeadDimVo;
+  }
+  JAXINFER_DEVICE bool is_plain() const {
+    return has_whole_rows() && (Config::kContiguous || params_.block_pos == nullptr);
   }
 
   JAXINFER_DEVICE void copy(int stage) {
-    // Each lane knows one row, as its number among the rows of the layer's cache (which are fewer than 2^32,
-    // ffi/checks.h); the others get it by shuffles, so that no address is computed twice.
-    int64_t page = page_;
-    if constexpr (Config::kContiguous)
-      page = lane_has_row() ? int64_t{item().table_begin} + lane_index() : -1;
-    const bool in_pool = page >= 0 && page < params_.num_pages;
-    uint32_t lane_row =
-        static_cast<uint32_t>(page) * static_cast<uint32_t>(params_.page_size * params_.num_kv_heads);
+    const bool there = in_pool(find_page());
+    const uint32_t lane_row = find_row();
     if constexpr (!Config::kContiguous) {
-      const int block = params_.page_divider.divide(lane_index());
-      const int in_page = lane_index() - block * params_.page_size;
-      // Caches are dense, so that K and V differ in the length of a row alone.
-      const bool hnd = params_.k_strides.token == params_.head_dim_qk;
-      lane_row += static_cast<uint32_t>(in_page * (hnd ? 1 : params_.num_kv_heads));
-      if (params_.block_pos != nullptr && in_pool) {
+      if (params_.block_pos != nullptr && there) {
+        const int block = params_.page_divider.divide(lane_index());
         positions_[stage * Config::kBlockKV + warp() * Shape::kRowsPerWarp + lane()] =
-            __ldg(params_.block_pos + int64_t{item().table_begin} + block) + in_page;
+            __ldg(params_.block_pos + int64_t{item().table_begin} + block) + lane_index() -
+            block * params_.page_size;
       }
     }
-    const uint32_t present = __ballot_sync(kFullWarp, in_pool);
+    const uint32_t present = __ballot_sync(kFullWarp, there);
     if (lane() == 0) present_[stage * Config::kWarpsM + warp()] = present;
-    // Where ptxas 13.0 sees that a stage is the same for all lanes, it gives LDGSTS a uniform register for
-    // it, and an H200 ends in an illegal instruction.
-    const uint32_t tile = k_tile(stage) ^ opaque_zero();
-    constexpr uint32_t kAll = Shape::kRowsPerWarp == 32 ? ~0u : (1u << (Shape::kRowsPerWarp & 31)) - 1;
-    if (present == kAll && params_.head_dim_qk == Config::kHeadDimQk &&
-        params_.head_dim_vo == Config::kHeadDimVo) {
+    const uint32_t tile = k_tile(stage);
+    if (!kPrepares && present == kAllRows && has_whole_rows()) {
       copy_rows<true>(tile, lane_row, present);
     } else {
       copy_rows<false>(tile, lane_row, present);
@@ -181,8 +258,6 @@ class KvRing {
   // kWhole: every row is there, and no chunk lies beyond the true head dim.
   template <bool kWhole>
   JAXINFER_DEVICE void copy_rows(uint32_t tile, uint32_t lane_row, uint32_t present) {
-    constexpr int kRows = 32 / kRowLanes;  // of one instruction
-    constexpr int kGroups = (Shape::kRowsPerWarp + kRows - 1) / kRows;
     const uint32_t column = lane() % kRowLanes;
     const uint32_t k_bytes = params_.head_dim_qk * Type::kBytes;
     const uint32_t v_bytes = params_.head_dim_vo * Type::kBytes;
@@ -193,13 +268,13 @@ class KvRing {
     // anew.
 #pragma unroll(kWhole ? kGroups : 1)
     for (int g = 0; g < kGroups; ++g) {
-      const int row = g * kRows + lane() / kRowLanes;
+      const int row = g * kGroupRows + lane() / kRowLanes;
       const uint64_t shared_row = __shfl_sync(kFullWarp, lane_row, row & 31);
-      if (Shape::kRowsPerWarp % kRows != 0 && row >= Shape::kRowsPerWarp) continue;
+      if (Shape::kRowsPerWarp % kGroupRows != 0 && row >= Shape::kRowsPerWarp) continue;
       const bool row_present = kWhole || (present >> row & 1) != 0;
-      copy_row<kWhole, Shape::kChunksQk>(tile, g * kRows, k + shared_row * k_bytes, row_present, k_bytes / 16,
-                                         policy);
-      copy_row<kWhole, Shape::kChunksVo>(tile + Shape::kKBytes, g * kRows, v + shared_row * v_bytes,
+      copy_row<kWhole, Shape::kChunksQk>(tile, g * kGroupRows, k + shared_row * k_bytes, row_present,
+                                         k_bytes / 16, policy);
+      copy_row<kWhole, Shape::kChunksVo>(tile + Shape::kKBytes, g * kGroupRows, v + shared_row * v_bytes,
                                          row_present, v_bytes / 16, policy);
     }
   }
@@ -226,17 +301,38 @@ class KvRing {
     }
   }
 
+  // A row of a block that is whole, if `wanted`.
+  template <int kChunks>
+  JAXINFER_DEVICE void copy_row_if(bool wanted, uint32_t tile, int first_row, const char* from) {
+    const int row = warp() * Shape::kRowsPerWarp + lane() / kRowLanes;
+#pragma unroll
+    for (int first = 0; first < kChunks; first += kRowLanes) {
+      const int chunk = first + lane() % kRowLanes;
+      const uint32_t to = tile + first_row * RowTile<kChunks>::kPitch +
+                          (RowTile<kChunks>::offset(row, chunk) ^ RowTile<kChunks>::phase(first_row) << 4);
+      const bool here = wanted && (kChunks % kRowLanes == 0 || chunk < kChunks);
+      if constexpr (kReadOnce) {
+        copy_async_if(here, to, from + first * 16, make_policy(true));
+      } else {
+        copy_async_if(here, to, from + first * 16);
+      }
+    }
+  }
+
   const AttentionParams& params_;
   ItemCursor<Config> cursor_;
   WarpState& state_;
   uint32_t data_;
   uint32_t* present_;
   int* positions_;
+  uint32_t* row_numbers_;  // [kBlockKV] of the block that prepare() has seen
   int stream_;
   int warp_;
   int lane_;
-  int begin_;      // index of the next block's first column in the row's list; -1 behind the last block
-  int page_ = -1;  // page id of this lane's row of the next block, or -1; not used when contiguous
+  int thread_ = fresh_thread_index();
+  int begin_;           // index of the next block's first column in the row's list; -1 behind the last block
+  int page_ = -1;       // page id of this lane's row of the next block, or -1; not used when contiguous
+  bool whole_ = false;  // prepare() found every row of the next block, and none needs more than its copy
 };
 
 }  // namespace jaxinfer

@@ -22,7 +22,8 @@ struct MmaSharedMemory {
   static constexpr int kPosition = kVisible + Config::kTile * static_cast<int>(sizeof(Visible));
   static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
   static constexpr int kNumWarpStates = kStateInRegisters<Config> ? 0 : Config::kNumThreads / 32;
-  static constexpr int kPresent = kWarpStates + kNumWarpStates * static_cast<int>(sizeof(WarpState));
+  static constexpr int kRowNumbers = kWarpStates + kNumWarpStates * static_cast<int>(sizeof(WarpState));
+  static constexpr int kPresent = kRowNumbers + (Config::kStreams == 1 ? Config::kBlockKV * 4 : 0);
   static constexpr int kBytes = kPresent + RingShape<Config>::kPresentBytes;
 };
 

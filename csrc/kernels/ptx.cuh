@@ -39,6 +39,12 @@ JAXINFER_DEVICE int fresh_thread_index() {
   return x;
 }
 
+// x, of which the compiler knows nothing: what is computed from it does not stay in registers either.
+JAXINFER_DEVICE int forget(int x) {
+  asm volatile("mov.b32 %0, %0;" : "+r"(x));
+  return x;
+}
+
 // The warp's number in the CTA. Taken from lane 0, so that the compiler knows it to be equal in all lanes.
 JAXINFER_DEVICE int warp_index() {
   return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x >> 5), 0);
@@ -51,6 +57,13 @@ JAXINFER_DEVICE uint32_t opaque_zero() {
   return lower >> 31;
 }
 
+// `memory`, of which no compiler knows that it is the same in all lanes. Where ptxas 13.0 sees that for the
+// place that LDGSTS copies to, it gives the instruction a uniform register, and an H200 ends in an illegal
+// instruction.
+JAXINFER_DEVICE char* opaque(char* memory) {
+  return memory + opaque_zero();
+}
+
 // ---- global memory ----
 
 // A read at this place of the program: the compiler moves others behind the branches that decide whether
@@ -60,6 +73,15 @@ JAXINFER_DEVICE int4 load_now(const int4* from) {
   asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "l"(from));
+  return x;
+}
+
+// Reads where `wanted`, else gives `otherwise`: without a branch.
+JAXINFER_DEVICE int load_if(bool wanted, const int* from, int otherwise) {
+  int x = otherwise;
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p ld.global.nc.s32 %0, [%2];}"
+               : "+r"(x)
+               : "r"(static_cast<int>(wanted)), "l"(from));
   return x;
 }
 
@@ -75,6 +97,12 @@ JAXINFER_DEVICE void store_shared(uint32_t to, uint4 x) {
 }
 JAXINFER_DEVICE void store_shared(uint32_t to, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+// Writes where `wanted`: without a branch.
+JAXINFER_DEVICE void store_shared_if(bool wanted, uint32_t to, uint32_t x) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p st.shared.b32 [%0], %2;}" ::"r"(to),
+               "r"(static_cast<int>(wanted)), "r"(x)
+               : "memory");
 }
 JAXINFER_DEVICE uint4 load_shared(uint32_t from) {
   uint4 x;
@@ -93,6 +121,20 @@ JAXINFER_DEVICE float4 load_shared_float4(uint32_t from) {
   return x;
 }
 
+// Copies 16 bytes where `wanted`: without a branch.
+JAXINFER_DEVICE void copy_async_if(bool wanted, uint32_t to, const void* from) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+JAXINFER_DEVICE void copy_async_if(bool wanted, uint32_t to, const void* from, uint64_t policy) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.s32 p, %2, 0;"
+      " @p cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3;}" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted)), "l"(policy)
+      : "memory");
+}
 // Copies 16 bytes, or writes 16 zero bytes when `present` is false; then `from` is not read.
 JAXINFER_DEVICE void copy_async(uint32_t to, const void* from, bool present, uint64_t policy) {
   const uint32_t bytes = present ? 16 : 0;

@@ -23,7 +23,8 @@ JAXINFER_DEVICE void load_query(const AttentionParams& params, const VariantOper
   constexpr int kChunks = Config::kHeadDimQk / 8;
   constexpr int kAll = Config::kTile * kChunks;
   constexpr int kLoads = (kAll + Config::kNumThreads - 1) / Config::kNumThreads;
-  constexpr int kBatch = kLoads < 4 ? kLoads : 4;
+  constexpr int kMost = Config::kTile >= 64 ? 8 : 4;
+  constexpr int kBatch = kLoads < kMost ? kLoads : kMost;
   const int chunks = params.head_dim_qk / 8;
 #pragma unroll 1
   for (int first = fresh_thread_index(); first < kAll; first += kBatch * Config::kNumThreads) {

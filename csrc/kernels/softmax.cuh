@@ -21,8 +21,9 @@ JAXINFER_DEVICE float finite_max(float m) {
   return m == -infinity() ? 0.0f : m;
 }
 
-// kRows rows of a thread: m is the largest x so far, l this thread's share of the sum of 2^((x - m) * scale).
-// Without softmax l is 0 as long as the row saw nothing, and m is not used.
+// kRows rows of a thread: m is the largest x so far or one that it exceeds by kMaxRise at most, l this
+// thread's share of the sum of 2^((x - m) * scale). Without softmax l is 0 as long as the row saw nothing,
+// and m is not used.
 template <int kRows>
 struct SoftmaxState {
   float m[kRows];
@@ -69,27 +70,66 @@ JAXINFER_DEVICE float rescale_factor(float m, float scale, float shift) {
   return m == -infinity() ? 0.0f : exp2_fast(__fmul_rn(m, scale) - shift);
 }
 
-// Scores to weights, in place: s[f][j][0..1] belong to row 2f, s[f][j][2..3] to row 2f + 1. factor[r] is what
-// earlier sums of the row must be multiplied by; `changed` is whether any of them is not 1.
-template <int kFragments, int kColumns>
-JAXINFER_DEVICE bool update_softmax(float (&s)[kFragments][kColumns][4], float scale,
-                                    SoftmaxState<2 * kFragments>& state, float (&factor)[2 * kFragments]) {
-  constexpr int kRows = 2 * kFragments;
-  float earlier[kRows];
+// A row keeps its maximum while no score exceeds it by more than 2^8 in weights: these are far from
+// overflow, in fp16, too, and rescaling all sums for every small step costs 5%.
+constexpr float kMaxRise = 8.0f;
+
+// What the weights of a block's scores are made with: 2^(x * scale - shift).
+template <int kRows>
+struct Weights {
+  float scale;
   float shift[kRows];
+
+  JAXINFER_DEVICE float operator()(float x, int row) const { return exp2_fast(fmaf(x, scale, -shift[row])); }
+};
+
+// The largest score of every row: s[f][j][0..1] belong to row 2f, s[f][j][2..3] to row 2f + 1.
+template <int kFragments, int kColumns>
+JAXINFER_DEVICE void find_largest(const float (&s)[kFragments][kColumns][4],
+                                  float (&largest)[2 * kFragments]) {
+#pragma unroll
+  for (int r = 0; r < 2 * kFragments; ++r) {
+    const int e = 2 * (r & 1);
+    largest[r] = fmaxf(s[r >> 1][0][e], s[r >> 1][0][e + 1]);
+#pragma unroll
+    for (int j = 1; j < kColumns; ++j) {
+      largest[r] = fmaxf(largest[r], fmaxf(s[r >> 1][j][e], s[r >> 1][j][e + 1]));
+    }
+    largest[r] = quad_max(largest[r]);
+  }
+}
+
+// Prepares the weights of a block with maxima `largest`. Returns whether any row of the warp needs more, by
+// raise_max(): most blocks don't.
+template <int kRows>
+JAXINFER_DEVICE bool find_weights(const float (&largest)[kRows], const SoftmaxState<kRows>& state,
+                                  Weights<kRows>& weights) {
+  bool more = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    weights.shift[r] = rounded_shift(state.m[r], weights.scale);
+    more = more || (largest[r] - state.m[r]) * weights.scale > kMaxRise || is_huge(weights.shift[r]);
+  }
+  return __any_sync(kFullWarp, more);
+}
+
+// Raises the maxima that have to be; factor[r] is what earlier sums of the row must be multiplied by. Scores
+// of a huge row become relative to its maximum.
+template <int kFragments, int kColumns>
+JAXINFER_DEVICE void raise_max(float (&s)[kFragments][kColumns][4], const float (&largest)[2 * kFragments],
+                               SoftmaxState<2 * kFragments>& state, Weights<2 * kFragments>& weights,
+                               float (&factor)[2 * kFragments]) {
+  constexpr int kRows = 2 * kFragments;
+  const float scale = weights.scale;
+  float earlier[kRows];
   bool huge = false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int e = 2 * (r & 1);
-    float largest = fmaxf(s[r >> 1][0][e], s[r >> 1][0][e + 1]);
-#pragma unroll
-    for (int j = 1; j < kColumns; ++j) {
-      largest = fmaxf(largest, fmaxf(s[r >> 1][j][e], s[r >> 1][j][e + 1]));
-    }
     earlier[r] = state.m[r];
-    state.m[r] = fmaxf(state.m[r], quad_max(largest));
-    shift[r] = rounded_shift(state.m[r], scale);
-    huge |= is_huge(shift[r]);
+    // By the row alone: what others of the warp need must not change its bits.
+    if ((largest[r] - state.m[r]) * scale > kMaxRise) state.m[r] = largest[r];
+    weights.shift[r] = rounded_shift(state.m[r], scale);
+    huge = huge || is_huge(weights.shift[r]);
   }
   // One question for all rows, so that those of ordinary size pay for nothing else.
   if (__any_sync(kFullWarp, huge)) {
@@ -97,7 +137,7 @@ JAXINFER_DEVICE bool update_softmax(float (&s)[kFragments][kColumns][4], float s
     for (int r = 0; r < kRows; ++r) {
       const float base = row_base(state.m[r], scale);
       earlier[r] -= base;
-      shift[r] = rounded_shift(state.m[r] - base, scale);
+      weights.shift[r] = rounded_shift(state.m[r] - base, scale);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
@@ -105,24 +145,11 @@ JAXINFER_DEVICE bool update_softmax(float (&s)[kFragments][kColumns][4], float s
       }
     }
   }
-  bool changed = false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    factor[r] = rescale_factor(earlier[r], scale, shift[r]);
-    changed |= factor[r] != 1.0f;
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-      for (int e = 2 * (r & 1); e < 2 * (r & 1) + 2; ++e) {
-        float& x = s[r >> 1][j][e];
-        x = exp2_fast(fmaf(x, scale, -shift[r]));
-        sum += x;
-      }
-    }
-    state.l[r] = fmaf(state.l[r], factor[r], sum);
+    factor[r] = rescale_factor(earlier[r], scale, weights.shift[r]);
+    state.l[r] *= factor[r];
   }
-  return changed;
 }
 
 // Stands for a score that a row must not see. Without softmax every float is a weight; this is a NaN that no
@@ -139,7 +166,7 @@ JAXINFER_DEVICE float plain_weight(float x, float& l) {
   return hidden ? 0.0f : x;
 }
 
-// All scores of a block to weights without softmax, in place; rows as in update_softmax.
+// All scores of a block to weights without softmax, in place; rows as in find_largest.
 template <int kFragments, int kColumns>
 JAXINFER_DEVICE void plain_weights(float (&s)[kFragments][kColumns][4], SoftmaxState<2 * kFragments>& state) {
 #pragma unroll

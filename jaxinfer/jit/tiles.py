@@ -302,7 +302,7 @@ def _smem_bytes(shape: _Shape, dims: tuple[int, int], tile: int, element_size: i
         states = shape.streams * _SIMT_ROWS * (head_dim_vo * 4 + 8)
     else:
         query = tile * head_dim_qk * 2
-        states = tile * 8 + (shape.streams * tile * 8 + 16 if shape.streams > 1 else 0)
+        states = tile * 8 + (shape.streams * tile * 8 + 16 if shape.streams > 1 else shape.block_kv * 4)
     return query + ring + states + flags + bookkeeping
 
 

@@ -90,6 +90,7 @@ class Kernels {
       built_[spec] = Built{folder + "/" + file, entry, std::stoi(threads), std::stoi(bytes)};
     }
   }
+  bool has(const std::string& spec) const { return built_.count(spec) != 0; }
   const LoadedKernel& at(const std::string& spec) const {
     const auto built = built_.find(spec);
     if (built == built_.end()) {

@@ -136,7 +136,9 @@ void run_row(const std::vector<const PrefillBench*>& row, const std::vector<Pref
   std::vector<Contestant> contestants;
   for (const PrefillBench* bench : row) {
     for (const PrefillKernels& build : builds) {
-      if (bench->portable ? &build != &builds[0] : !build.has(wgmma_spec(row_params(*bench), 0))) continue;
+      const AttentionParams params = row_params(*bench);
+      if (bench->portable ? !build.kernels.has(attention_spec(params, 0)) : !build.has(wgmma_spec(params, 0)))
+        continue;
       contestants.emplace_back();
       contestants.back().bench = bench;
       contestants.back().kernels = &build;
