@@ -127,8 +127,7 @@ JAXINFER_DEVICE void wait_all_copies() {
 }
 // Brings a line to L1 for another warp.
 JAXINFER_DEVICE void read_ahead(const int32_t* from) {
-  int32_t unused;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(from));
+  asm volatile("{.reg .b32 unused; ld.global.nc.b32 unused, [%0];}" ::"l"(from));
 }
 // Between writes of ordinary instructions (copy_async too) and reads of the same bytes by wgmma, and between
 // such writes and the next copy_box over them.

@@ -97,9 +97,13 @@ def options(arch: str) -> list[str]:
 
 
 def compile_spec(spec: KernelSpec, arch: str) -> tuple[Rendered, bytes, str]:
-    """Renders and compiles, without any cache; also returns the compiler's log."""
+    """Renders and compiles, without any cache; also returns the compiler's log.
+
+    What comes from NVRTC's own cache (from CUDA 12.9 on, where there is a driver) has no assembler's report in its log.
+    """
     rendered = render(spec, arch)
-    cubin, log = compile_cubin(f"{rendered.entry}.cu", rendered.text, headers(), options(arch))
+    uncached = ["--no-cache"] if nvrtc().version >= (12, 9) else []
+    cubin, log = compile_cubin(f"{rendered.entry}.cu", rendered.text, headers(), options(arch) + uncached)
     return rendered, cubin, log
 
 

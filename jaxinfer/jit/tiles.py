@@ -249,8 +249,7 @@ def _single_warpgroup_config(head_dim_qk: int, head_dim_vo: int, page_box: int) 
             ("kProducerRegisters", 40),
             ("kConsumerRegisters", 216),
             ("kPingPong", 0),
-            ("kStaleMax", 0),
-            ("kSplitBlock", 0),
+            ("kEarlyColumns", 0),
         ),
     )
 
