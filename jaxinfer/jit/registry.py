@@ -99,7 +99,8 @@ def options(arch: str) -> list[str]:
 def compile_spec(spec: KernelSpec, arch: str) -> tuple[Rendered, bytes, str]:
     """Renders and compiles, without any cache; also returns the compiler's log.
 
-    What comes from NVRTC's own cache (from CUDA 12.9 on, where there is a driver) has no assembler's report in its log.
+    From CUDA 12.9 on NVRTC has a cache of its own where there is a driver. What comes from there has no report of
+    the assembler.
     """
     rendered = render(spec, arch)
     uncached = ["--no-cache"] if nvrtc().version >= (12, 9) else []
