@@ -7,13 +7,13 @@
 #   info      what the run-time compiler finds          tests     the GPU's own tests (tests/test_gpu*.py)
 #   suite     all other tests, on the GPU backend       two       tests that need two GPUs
 #   sanitize  memcheck, racecheck, synccheck            bench     a short speed check
-#   delays    the warpgroup kernel with random sleeps
+#   delays    the kernels alone, with random sleeps
 #
 # OUT: folder of the logs. SITE: where the package is installed. EXTRA_SITE: folders with more Python packages (hypothesis,
 # jaxtyping, beartype, gguf, tokenizers, ...). JAXINFER_MODEL: SmolLM2 as GGUF, see tests/test_gpu_models.py. JOBS: how many
 # at once. LIMIT: seconds that a job may take. KERNELS: folder of the kernel tests' programs and cubins. SANITIZER:
 # compute-sanitizer. PEERS: a folder with FlashInfer and flash-attn3-jax, for bench. ARCH: of the GPU, for kernels and
-# sanitize (sm_90a); the warpgroup kernel and with it delays are for sm_90a alone.
+# the like (sm_90a).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "${OUT:-$(mktemp -d)}")
@@ -32,7 +32,7 @@ export JAXINFER_CACHE=${JAXINFER_CACHE:-$site.cache}
 mkdir -p "$out" "$site"
 shopt -s nullglob
 steps=("$@")
-[ ${#steps[@]} -eq 0 ] && steps=(build info kernels tests suite sanitize bench $([ "$arch" != sm_90a ] || echo delays))
+[ ${#steps[@]} -eq 0 ] && steps=(build info kernels delays tests suite sanitize bench)
 for step in "${steps[@]}"; do
   case $step in
     build | info | kernels | tests | suite | two | sanitize | delays | bench) ;;
@@ -105,16 +105,16 @@ start_shares() {  # start_shares STEP JOB COUNT COMMAND...: COMMAND i/COUNT for 
 }
 
 # In shares, because the CPU executor takes most of the time. The warpgroup kernel's program is built for Hopper alone.
-test_kernels() {
-  start_shares kernels portable 3 "$kernels/test_kernels" "$kernels" ""
-  [ ! -x "$kernels/test_prefill" ] || start_shares kernels warpgroup 4 "$kernels/test_prefill" "$kernels" ""
+test_kernels() {  # test_kernels STEP FOLDER
+  start_shares "$1" portable 4 "$2/test_kernels" "$2" ""
+  [ ! -x "$2/test_prefill" ] || start_shares "$1" warpgroup 4 "$2/test_prefill" "$2" ""
 }
 
-# Sleeps before arrivals and waits change the order of everything that no barrier orders, and not one bit of a result.
+# Sleeps before barriers and waits change the order of everything that no barrier orders, and not one bit of a result.
 compare_bits() {
   local step
   for step in kernels delays; do
-    grep -ho '^.*bits [0-9a-f]*' "$out/$step"/warpgroup.*.log | sort >"$out/$step/bits"
+    grep -hoE '^.*bits [0-9a-f]+' "$out/$step"/{portable,warpgroup}.*.log | sort >"$out/$step/bits"
   done
   diff "$out/kernels/bits" "$out/delays/bits" && [ -s "$out/delays/bits" ] &&
     echo "$(wc -l <"$out/delays/bits") cases with the same bits"
@@ -197,7 +197,7 @@ if wants kernels delays sanitize; then
   start build kernels "$python" -P tests/cuda/build.py "$kernels" "$arch"
 fi
 if wants delays; then
-  start build delays env JAXINFER_INJECT_DELAYS=7 "$python" -P tests/cuda/build.py "$kernels.delays" sm_90a test_prefill
+  start build delays env JAXINFER_INJECT_DELAYS=7 "$python" -P tests/cuda/build.py "$kernels.delays" "$arch"
 fi
 wait
 for status_file in ${started[build]:+"$out"/build/*.status}; do
@@ -210,8 +210,8 @@ if wants info; then
 fi
 test_files
 if wants sanitize; then sanitize; fi
-if wants kernels delays; then test_kernels; fi
-if wants delays; then start_shares delays warpgroup 4 "$kernels.delays/test_prefill" "$kernels.delays" ""; fi
+if wants kernels delays; then test_kernels kernels "$kernels"; fi
+if wants delays; then test_kernels delays "$kernels.delays"; fi
 if wants two; then start two two "${pytest[@]}" tests/test_gpu_programs.py -k "two_devices or second_device"; fi
 wait
 if wants delays; then

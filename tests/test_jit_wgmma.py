@@ -166,8 +166,11 @@ def test_it_compiles_without_spills(box: int, packed: bool) -> None:
     assert re.search(r"\b0 bytes spill stores", log) and "serializ" not in log.lower()
 
 
-def test_delays_are_injected_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = KernelSpec("attention_wgmma", "bfloat16", 128, 128, 128, True, page_box=16, rules=33)
+@pytest.mark.parametrize(("kernel", "tile", "box"), [("attention_wgmma", 128, 16), ("attention_mma", 16, 0)])
+def test_delays_are_injected_on_request(
+    kernel: str, tile: int, box: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = KernelSpec(kernel, "bfloat16", 128, 128, tile, True, page_box=box, rules=33)
     assert "JAXINFER_INJECT_DELAYS" not in render.render(spec, "sm_90a").text
     monkeypatch.setenv(render.ENV_INJECT_DELAYS, "7")
     assert "#define JAXINFER_INJECT_DELAYS 7\n" in render.render(spec, "sm_90a").text

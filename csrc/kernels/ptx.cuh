@@ -39,6 +39,20 @@ JAXINFER_DEVICE int fresh_thread_index() {
   return x;
 }
 
+// With JAXINFER_INJECT_DELAYS=<seed> every arrival, barrier and wait is preceded by a sleep of up to a
+// microsecond in a quarter of the cases: an order that nothing enforces changes, and so do bits.
+JAXINFER_DEVICE void injected_delay() {
+#ifdef JAXINFER_INJECT_DELAYS
+  uint32_t x;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(x));
+  x = (x ^ (fresh_thread_index() >> 5) * 0x9e3779b9u ^ blockIdx.x * 0x85ebca6bu ^
+       static_cast<uint32_t>(JAXINFER_INJECT_DELAYS)) *
+      0xc2b2ae35u;
+  x = __shfl_sync(__activemask(), x ^ x >> 15, __ffs(__activemask()) - 1);
+  if ((x & 3) == 0) asm volatile("nanosleep.u32 %0;" ::"r"(x >> 22));
+#endif
+}
+
 // x, of which the compiler knows nothing: what is computed from it does not stay in registers either.
 JAXINFER_DEVICE int forget(int x) {
   asm volatile("mov.b32 %0, %0;" : "+r"(x));
@@ -154,6 +168,7 @@ JAXINFER_DEVICE void commit_copies() {
 // Waits until at most kPending of this thread's latest groups are unfinished.
 template <int kPending>
 JAXINFER_DEVICE void wait_copies() {
+  injected_delay();
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
@@ -172,6 +187,7 @@ JAXINFER_DEVICE uint64_t make_policy(bool read_once) {
 
 // All threads of the CTA.
 JAXINFER_DEVICE void cta_barrier() {
+  injected_delay();
   __syncthreads();
 }
 
@@ -181,6 +197,7 @@ template <int kGroups, int kThreads, int kGroup = 0>
 JAXINFER_DEVICE void group_barrier(int group) {
   static_assert(kGroups < 16, "a CTA has 16 barriers");
   if (kGroup == kGroups - 1 || group == kGroup) {
+    injected_delay();
     asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroup), "n"(kThreads) : "memory");
   } else if constexpr (kGroup < kGroups - 1) {
     group_barrier<kGroups, kThreads, kGroup + 1>(group);
@@ -197,6 +214,7 @@ constexpr bool kStartsEarly = false;
 // Ends when all earlier kernels have ended and their results can be read.
 JAXINFER_DEVICE void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
+  injected_delay();
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

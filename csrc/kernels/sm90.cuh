@@ -10,20 +10,6 @@ constexpr int kWarpgroupThreads = 128;
 constexpr int kPanelBytes = 128;    // one row of a panel: 64 elements, what one swizzle pattern spans
 constexpr int kPanelElements = 64;  // of 16 bits
 
-// With JAXINFER_INJECT_DELAYS=<seed> every arrival and wait is preceded by a sleep of up to a microsecond in
-// a quarter of the cases: an order that nothing enforces changes, and so do bits.
-JAXINFER_DEVICE void injected_delay() {
-#ifdef JAXINFER_INJECT_DELAYS
-  uint32_t x;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(x));
-  x = (x ^ (fresh_thread_index() >> 5) * 0x9e3779b9u ^ blockIdx.x * 0x85ebca6bu ^
-       static_cast<uint32_t>(JAXINFER_INJECT_DELAYS)) *
-      0xc2b2ae35u;
-  x = __shfl_sync(__activemask(), x ^ x >> 15, __ffs(__activemask()) - 1);
-  if ((x & 3) == 0) asm volatile("nanosleep.u32 %0;" ::"r"(x >> 22));
-#endif
-}
-
 // ---- transaction barriers (mbarrier) ----
 // A barrier completes a phase when `count` arrivals and all announced bytes are in. Waiters name the parity
 // of the phase they wait for; waiting for parity 1 of a fresh barrier returns at once.

@@ -20,7 +20,7 @@ _ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _RULE_MASK = 16
 _RULE_SOFTMAX = 32
 
-#: Environment variable with a seed: kernels sleep at random before every arrival and wait. For finding barriers that
+#: Environment variable with a seed: kernels sleep at random before every arrival, barrier and wait. For finding barriers that
 #: are missing; results must not change by a bit.
 ENV_INJECT_DELAYS = "JAXINFER_INJECT_DELAYS"
 
@@ -148,7 +148,7 @@ def render(spec: KernelSpec, arch: str) -> Rendered:
     seed = os.environ.get(ENV_INJECT_DELAYS)
     text = "\n".join(
         [
-            *([f"#define JAXINFER_INJECT_DELAYS {int(seed)}"] if seed and is_wgmma else []),
+            *([f"#define JAXINFER_INJECT_DELAYS {int(seed)}"] if seed else []),
             '#include "params.h"',
             *_operands(spec.functor),
             f'#include "kernels/{kernel}.cuh"',

@@ -59,8 +59,8 @@ bool compare(const std::string& name, const Problem& p, const Result& want, cons
   const double error = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
   const double bound = a.dtype == DType::kF32 ? 2e-5 : a.dtype == DType::kF16 ? 1e-3 : 4e-3;
   const bool ok = not_finite == 0 && bad_empty == 0 && error < bound && worst_lse < 1e-3;
-  std::printf("%s %-78s o %.2e (row %.2e) lse %.1e", ok ? "PASS" : "FAIL", name.c_str(), error, worst_row,
-              worst_lse);
+  std::printf("%s %-78s o %.2e (row %.2e) lse %.1e bits %08x", ok ? "PASS" : "FAIL", name.c_str(), error,
+              worst_row, worst_lse, checksum(got));
   if (!ok) {
     std::printf("  not finite %ld, wrong empty %ld", static_cast<long>(not_finite),
                 static_cast<long>(bad_empty));

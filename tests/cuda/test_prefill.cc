@@ -213,11 +213,8 @@ bool compare(const Problem& p, const Result& want, const Result& got) {
   const double error = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
   const double bound = a.dtype == DType::kF16 ? 1e-3 : 4e-3;
   const bool ok = not_finite == 0 && bad_empty == 0 && error < bound && worst_lse < 1e-3;
-  // The last figure tells whether another build gives the same bits.
-  uint32_t bits = 2166136261u;
-  for (const uint8_t byte : got.o) bits = (bits ^ byte) * 16777619u;
   std::printf("%s o %.2e (row %.1e) lse %.0e bits %08x", ok ? "PASS" : "FAIL", error, worst_row, worst_lse,
-              bits);
+              checksum(got));
   if (!ok) {
     std::printf("  not finite %ld, empty %ld, bad rows %ld of %ld", static_cast<long>(not_finite),
                 static_cast<long>(bad_empty), static_cast<long>(bad_rows), static_cast<long>(heads));
