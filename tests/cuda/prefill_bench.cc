@@ -250,6 +250,8 @@ std::vector<PrefillBench> make_prefill_benches() {
                                    {"p192", {192, true}, kMultiprocessors, false},
                                    {"u128", {128, false}, kMultiprocessors, false},
                                    {"mma", {128, false}, 2 * kMultiprocessors, true}};
+  const std::vector<Way> verify = {{"wgmma", {64, true}, 2 * kMultiprocessors, false},
+                                   {"mma", {64, true}, 2 * kMultiprocessors, true}};
   auto add = [&](const std::string& name, const std::vector<Way>& run, int qk, int vo, int qo, int kv,
                  int page, const Rows& rows, uint32_t rules = kCausal) {
     for (const Way& way : run) {
@@ -295,6 +297,7 @@ std::vector<PrefillBench> make_prefill_benches() {
   add("4x4096 d192x128 causal dense", few, 192, 128, 32, 32, 0, four);
   add("1x16384 d128 window dense", few, 128, 128, 32, 8, 0, one, kCausal | kRuleWindowLeft);
   add("4x4096 d128 soft cap dense", few, 128, 128, 32, 8, 0, four, kCausal | kRuleSoftCap);
+  add("verify 64 x (8, 2048)", verify, 128, 128, 64, 8, 16, Rows(64, {8, 2048}));
   return all;
 }
 
