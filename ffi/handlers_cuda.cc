@@ -79,10 +79,11 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
   if (params.num_tokens == 0) return ffi::Error::Success();
 
   // The classes run side by side. The last one goes first: its CTAs need a multiprocessor each where they run
-  // on warpgroups, which nothing would leave them once the smaller CTAs of the first class are there. The
-  // next class starts when all CTAs of the one before have started or ended, and reads nothing of what that
-  // one writes; all that both read was there before the first of them started, which waits for everything
-  // earlier. It ends after the one before, so that what follows waits for both (end_after_earlier_kernels).
+  // on two or three warpgroups, which nothing would leave them once the smaller CTAs of the first class are
+  // there. The next class starts when all CTAs of the one before have started or ended, and reads nothing of
+  // what that one writes; all that both read was there before the first of them started, which waits for
+  // everything earlier. It ends after the one before, so that what follows waits for both
+  // (end_after_earlier_kernels).
   cuda::Start start = cuda::Start::kAfterAll;
   for (int32_t cls = format.num_classes - 1; cls >= 0; --cls) {
     if (format.classes[cls].item_capacity == 0 || format.classes[cls].num_ctas <= 0) continue;

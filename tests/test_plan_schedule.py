@@ -214,7 +214,7 @@ def queues_used(setting: Setting, layout: BlockSparse) -> list[int]:
 def modelled_end(work: list[Any], reading: int, computing: int) -> float:
     """When both classes of GPU have ended on so many queues; `work` in CTAs times time."""
     alone, share = work[0] / 264, 264 / (8 * reading)
-    return float(max(alone * max(7 / 8 + share / 6, 13 * share / 25), work[1] / (4 * computing)))
+    return float(max(alone * max(7 / 8 + share / 6, 13 * share / 25), work[1] / (8 * computing)))
 
 
 def test_classes_side_by_side_fit_the_machine_and_end_early() -> None:
@@ -231,13 +231,13 @@ def test_classes_side_by_side_fit_the_machine_and_end_early() -> None:
         work = [loads(cls, GPU.costs).sum() * 8 for cls in GPU.view(layout).classes]
 
         in_turn = work[0] / 264 + work[1] / 132
-        best = min(in_turn, min(modelled_end(work, 33 - n, n) for n in range(1, 33)))
+        best = min(in_turn, min(modelled_end(work, 33 - 2 * n, n) for n in range(1, 17)))
         used = queues_used(GPU, layout)
-        if sum(used) > 33:  # in turn, each class on all the queues that it can fill
+        if used[0] + 2 * used[1] > 33:  # in turn, each class on all the queues that it can fill
             assert in_turn <= 1.01 * best
             continue
         split += 1
-        assert 4 * used[1] + 8 * used[0] / 2 <= 132
+        assert 8 * used[1] + 8 * used[0] / 2 <= 132
         assert modelled_end(work, *used) <= 1.08 * best  # reads may end 1/16 later
         assert np.array_equal(GPU.pack(layout), GPU.pack(layout))
     assert split > 20
@@ -257,7 +257,7 @@ def test_a_short_chunk_takes_few_queues() -> None:
     defaults = dataclasses.replace(GPU, costs=None, runs=True)
     layout = mixed_layout(np.full(64, 2048), [(128, 1024)])
     queues = [int(np.count_nonzero(loads(cls, (96, 1, 1, 64, 1)))) for cls in defaults.view(layout).classes]
-    assert queues == [31, 2]
+    assert queues == [31, 1]
 
 
 def test_a_class_alone_uses_all_its_queues() -> None:

@@ -1,5 +1,5 @@
 // Attention of a plan's items on Hopper's warpgroup instructions (sm_90a), bf16 and fp16. A CTA is one
-// warpgroup of producers (attention_wgmma_load.cuh) and two or three of consumers
+// warpgroup of producers (attention_wgmma_load.cuh) and one to three of consumers
 // (attention_wgmma_consume.cuh), 64 query rows each, which read the same ring of KV blocks. Here they get
 // their barriers and registers.
 #pragma once

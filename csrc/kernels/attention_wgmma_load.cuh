@@ -51,7 +51,8 @@ struct WgmmaShared {
   static_assert(Config::kBlockKV % 16 == 0 && Config::kBlockKV <= 128, "columns of a block");
   static_assert(Config::kNumThreads == kWarpgroupThreads * (kConsumers + 1), "a producer and the consumers");
   // Per thread, as the launch deals them; a role that asks for more than is left waits for ever.
-  static constexpr int kRegisters = 65536 / Config::kNumThreads / 8 * 8;
+  static constexpr int kCtas = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kRegisters = 65536 / (kCtas * Config::kNumThreads) / 8 * 8;
   static_assert(Config::kProducerRegisters + kConsumers * Config::kConsumerRegisters <=
                     (kConsumers + 1) * kRegisters,
                 "registers of all roles");

@@ -276,11 +276,6 @@ JAXINFER_DEVICE float reciprocal(float x) {
 JAXINFER_DEVICE float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(kFullWarp, x, mask);
 }
-JAXINFER_DEVICE int64_t shuffle(int64_t x, int lane) {
-  const uint32_t low = __shfl_sync(kFullWarp, static_cast<uint32_t>(x), lane);
-  const uint32_t high = __shfl_sync(kFullWarp, static_cast<uint32_t>(static_cast<uint64_t>(x) >> 32), lane);
-  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
-}
 
 // ---- element types ----
 

@@ -109,6 +109,7 @@ JAXINFER_DEVICE void copy_row_async(uint32_t to, const void* from, bool present)
 }
 // Waits until all copies of this thread have landed.
 JAXINFER_DEVICE void wait_all_copies() {
+  injected_delay();
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 // Brings a line to L1 for another warp.

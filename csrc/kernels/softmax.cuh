@@ -21,8 +21,9 @@ JAXINFER_DEVICE float finite_max(float m) {
   return m == -infinity() ? 0.0f : m;
 }
 
-// kRows rows of a thread: m is the largest x so far or one that it exceeds by kMaxRise at most, l this
-// thread's share of the sum of 2^((x - m) * scale). Without softmax l is 0 as long as the row saw nothing,
+// kRows rows of a thread: m is the largest x so far, or a smaller one with weights that stay far from
+// overflow (kMaxRise here, kLargestSum of WgmmaWeights), l this thread's share of the sum of
+// 2^((x - m) * scale). Without softmax l is 0 as long as the row saw nothing,
 // and m is not used.
 template <int kRows>
 struct SoftmaxState {
@@ -152,11 +153,11 @@ JAXINFER_DEVICE void raise_max(float (&s)[kFragments][kColumns][4], const float 
   }
 }
 
-// Stands for a score that a row must not see. Without softmax every float is a weight; this is a NaN that no
-// arithmetic makes.
+// Stands for a score that a row must not see. Without softmax every float is a weight; this is a NaN that
+// neither arithmetic nor a change of sign makes of numbers.
 template <bool kSoftmax>
 JAXINFER_DEVICE float hidden_score() {
-  return kSoftmax ? -infinity() : __uint_as_float(0xffffffffu);
+  return kSoftmax ? -infinity() : __uint_as_float(0xffe5c3e1u);
 }
 
 // Without softmax a score is the weight, and a hidden one weighs 0. `l` turns positive at any other.

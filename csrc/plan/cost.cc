@@ -67,8 +67,11 @@ namespace {
 // share.
 std::optional<int64_t> busy_ctas(const ClassFormat& cls, int64_t heads, int64_t queues) {
   if (cls.num_queues * heads <= cls.num_ctas) return queues * heads;
-  // All workers of CTA c, which are c, c + num_ctas, ..., are of queue c % num_queues.
-  if (cls.num_ctas % cls.num_queues == 0) return queues * (cls.num_ctas / cls.num_queues);
+  // Half of the workers of CTA c, which are c, c + num_ctas, ..., are of queue c % num_queues, half of the
+  // one as far from the other end (ItemCursor): up to half of the queues have CTAs of their own.
+  if (cls.num_ctas % cls.num_queues == 0 && 2 * queues <= cls.num_queues) {
+    return 2 * queues * (cls.num_ctas / cls.num_queues);
+  }
   return std::nullopt;
 }
 
@@ -94,9 +97,8 @@ struct Pair {
       heads[c] = num_heads(request.format.classes[c], request.num_qo_heads, request.num_kv_heads);
       work[c] = total_cost[c] * request.costs[c].weight * heads[c];
     }
-    longest =
-        (longest_piece * request.costs[1].weight * ceil_div(compute.num_queues * heads[1], compute.num_ctas))
-        << 8;
+    const int64_t of_queue = ceil_div(ceil_div(compute.num_queues * heads[1], compute.num_ctas), 2);
+    longest = (longest_piece * request.costs[1].weight * of_queue) << 8;
     // Halved until a time, in 2^-8, fits in 64 bits with a number of CTAs (< 2^16).
     while (std::max(work[0], work[1]) >= (int64_t{1} << 36)) {
       work[0] >>= 1;

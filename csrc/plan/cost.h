@@ -18,8 +18,8 @@ inline int64_t item_cost(const Costs& costs, int64_t tokens, int64_t kv_tokens) 
   return costs.fixed + costs.alpha * tokens + costs.beta * round_up(kv_tokens, costs.block);
 }
 
-// Fewest KV tokens that a piece of a tile with kv_tokens may have. A lane merges a column of all
-// partial results of a row, so their number is bounded as well.
+// Fewest KV tokens that a piece of a tile with kv_tokens may have. A lane merges all partial
+// results of its columns of a row, so their number is bounded as well.
 int64_t smallest_piece(const Costs& costs, int64_t kv_tokens, int32_t num_queues);
 
 // Smallest number of queues whose queues * heads workers leave at most 2% of num_ctas idle in their last

@@ -12,7 +12,7 @@ namespace jaxinfer {
 
 enum class Schedule : int32_t { kLpt = 0, kRuns = 1 };
 
-// Cost of an item: fixed + alpha * tokens + beta * KV tokens, in integers.
+// Cost of an item: fixed + alpha * tokens + beta * KV tokens (rounded up to blocks), in integers.
 struct Costs {
   int64_t fixed;        // starting an item and writing its result
   int64_t alpha;        // per query token

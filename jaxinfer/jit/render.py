@@ -20,8 +20,8 @@ _ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _RULE_MASK = 16
 _RULE_SOFTMAX = 32
 
-#: Environment variable with a seed: kernels sleep at random before every arrival, barrier and wait. For finding barriers that
-#: are missing; results must not change by a bit.
+#: Environment variable with a seed: kernels sleep at random before arrivals, barriers and waits. For finding barriers
+#: that are missing; results must not change by a bit.
 ENV_INJECT_DELAYS = "JAXINFER_INJECT_DELAYS"
 
 #: What compile errors call the user's own text.
