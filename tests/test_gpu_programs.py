@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_cases import long_case, plan_of, run, run_python
+from gpu_cases import count_differing_calls, long_case, plan_of, run, run_python
 
 import jaxinfer
 from jaxinfer import Variant
@@ -242,24 +242,4 @@ def test_merging_gives_the_same_bits_a_thousand_times() -> None:
     case = long_case([9000, 17, 2100, 4000, 900], [1, 1, 1, 1, 1], "bfloat16")
     plan = plan_of(case)
     assert plan.data[4] > 0, "nothing is merged"
-
-    @jax.jit
-    def count(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
-        def call(q: Any) -> Any:
-            state = jaxinfer.attention(q, k, v, layout, plan, variant=CAUSAL, return_lse=True)
-            bits = jax.lax.bitcast_convert_type(state.o, jnp.uint16)  # type: ignore[union-attr]
-            return bits, jax.lax.bitcast_convert_type(state.lse, jnp.uint32)  # type: ignore[union-attr]
-
-        first = call(q)
-
-        def again(_: Any, carry: Any) -> Any:
-            differing, q = carry
-            now = call(q)
-            same = [jnp.array_equal(a, b) for a, b in zip(now, first, strict=True)]
-            # The next call waits for this one, and XLA cannot see that the factor is 1.
-            q = q * jnp.where(now[1][0, 0] == 0, 2, 1).astype(q.dtype)
-            return differing + ~(same[0] & same[1]), q
-
-        return jax.lax.fori_loop(0, 1000, again, (jnp.int32(0), q))[0]
-
-    assert int(count(case.q, case.k, case.v, case.layout, plan)) == 0
+    assert count_differing_calls(case, plan, 1000) == 0
