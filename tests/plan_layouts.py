@@ -64,18 +64,7 @@ class Setting:
         planner = self.planner(layout)
         # Garbage in the memory that the planner gets must not survive.
         data = np.full(planner.num_words, 0x5A5A5A5A, np.int32)
-        planner(
-            layout.q_start,
-            layout.q_len,
-            layout.kv_start,
-            layout.kv_indices,
-            layout.kv_len,
-            layout.kv_offset,
-            layout.q_pos,
-            layout.block_pos,
-            num_pages=num_pages,
-            out=data,
-        )
+        run_planner(planner, layout, num_pages, data)
         return data
 
     def view(self, layout: BlockSparse) -> PlanView:
@@ -85,6 +74,23 @@ class Setting:
             for c in range(len(self.classes))
         ]
         return unpack(self.pack(layout), classes, planner.merge_capacity, planner.slot_capacity)
+
+
+def run_planner(
+    planner: _native.Planner, layout: BlockSparse, num_pages: int | None, out: np.ndarray[Any, Any]
+) -> None:
+    planner(
+        layout.q_start,
+        layout.q_len,
+        layout.kv_start,
+        layout.kv_indices,
+        layout.kv_len,
+        layout.kv_offset,
+        layout.q_pos,
+        layout.block_pos,
+        num_pages=num_pages,
+        out=out,
+    )
 
 
 def paged_layout(

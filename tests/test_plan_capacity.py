@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_layouts import GROUP_SIZES, Setting, random_layout, random_setting
+from plan_layouts import GROUP_SIZES, Setting, random_layout, random_setting, run_planner
 
 import jaxinfer
 from jaxinfer import BlockSparse, Variant
@@ -106,18 +106,7 @@ def test_nothing_is_written_behind_the_array() -> None:
         layout = random_layout(rng, group_size)
         planner = random_setting(rng, group_size, layout.num_layouts).planner(layout)
         buffer = np.full(planner.num_words + 64, 0x7EADBEEF, np.int32)
-        planner(
-            layout.q_start,
-            layout.q_len,
-            layout.kv_start,
-            layout.kv_indices,
-            layout.kv_len,
-            layout.kv_offset,
-            layout.q_pos,
-            layout.block_pos,
-            num_pages=None,
-            out=buffer[32:-32],
-        )
+        run_planner(planner, layout, None, buffer[32:-32])
         assert (buffer[:32] == 0x7EADBEEF).all() and (buffer[-32:] == 0x7EADBEEF).all()
 
 

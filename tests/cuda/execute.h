@@ -25,7 +25,11 @@ struct Result {
 // Tells whether another build gives the same bits.
 inline uint32_t checksum(const Result& result) {
   uint32_t bits = 2166136261u;
-  for (const uint8_t byte : result.o) bits = (bits ^ byte) * 16777619u;
+  const auto add = [&bits](const void* data, size_t size) {
+    for (size_t i = 0; i < size; ++i) bits = (bits ^ static_cast<const uint8_t*>(data)[i]) * 16777619u;
+  };
+  add(result.o.data(), result.o.size());
+  add(result.lse.data(), result.lse.size() * sizeof(float));
   return bits;
 }
 

@@ -5,74 +5,17 @@
 //
 // i/n: the i-th of n shares of the cases. sanitize: an eleventh of the cases and the appends; a sanitizer
 // makes everything a hundred times slower.
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
 
 #include "bench.h"
 #include "cases.h"
+#include "compare.h"
 #include "device.h"
-#include "execute.h"
 
 namespace jaxinfer::test {
 namespace {
-
-// Largest error of a case; prints one line, returns whether it passed.
-bool compare(const std::string& name, const Problem& p, const Result& want, const Result& got) {
-  const AttentionParams& a = p.params;
-  const int size = element_size(a.dtype);
-  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
-  const bool softmax = (a.variant.rules & kRuleSoftmax) != 0;
-  double difference = 0, norm = 0, worst_row = 0, worst_lse = 0;
-  int64_t bad_empty = 0, not_finite = 0, first_bad = -1;
-  for (int64_t i = 0; i < heads; ++i) {
-    double row_difference = 0, row_norm = 0;
-    bool zero = true;
-    for (int d = 0; d < a.head_dim_vo; ++d) {
-      const int64_t at = (i * a.head_dim_vo + d) * size;
-      const double x = from_element(a.dtype, &got.o[at]), y = from_element(a.dtype, &want.o[at]);
-      if (!std::isfinite(x)) {
-        ++not_finite;
-        if (first_bad < 0) first_bad = i;
-        continue;
-      }
-      if (x != 0) zero = false;
-      row_difference += (x - y) * (x - y);
-      row_norm += y * y;
-    }
-    difference += row_difference;
-    norm += row_norm;
-    if (row_norm > 0) worst_row = std::max(worst_row, std::sqrt(row_difference / row_norm));
-    if (!softmax) continue;
-    const float x = got.lse[i], y = want.lse[i];
-    if (std::isinf(y) || !std::isfinite(x)) {
-      if (x != y || !zero) {
-        ++bad_empty;
-        if (first_bad < 0) first_bad = i;
-      }
-    } else {
-      const double error = std::abs(double{x} - y) / (1.0 + 1e-3 * std::abs(y));
-      worst_lse = std::max(worst_lse, error);
-    }
-  }
-  const double error = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
-  const double bound = a.dtype == DType::kF32 ? 2e-5 : a.dtype == DType::kF16 ? 1e-3 : 4e-3;
-  const bool ok = not_finite == 0 && bad_empty == 0 && error < bound && worst_lse < 1e-3;
-  std::printf("%s %-78s o %.2e (row %.2e) lse %.1e bits %08x", ok ? "PASS" : "FAIL", name.c_str(), error,
-              worst_row, worst_lse, checksum(got));
-  if (!ok) {
-    std::printf("  not finite %ld, wrong empty %ld", static_cast<long>(not_finite),
-                static_cast<long>(bad_empty));
-    if (first_bad >= 0) {
-      std::printf(", first at token %ld head %ld", static_cast<long>(first_bad / a.num_qo_heads),
-                  static_cast<long>(first_bad % a.num_qo_heads));
-    }
-  }
-  std::printf("\n");
-  std::fflush(stdout);
-  return ok;
-}
 
 bool test_append(const Kernels& kernels, DType dtype) {
   const int size = element_size(dtype);
@@ -179,21 +122,10 @@ int main(int argc, char** argv) {
     if (sanitize ? seed % 11 != 3 : c.name.find(mode) == std::string::npos) continue;
     if (matching++ % shares != share) continue;
     ++number_run;
-    running() = c.name;
-    const Problem p = make_problem(c.options, seed);
-    const auto launch = [&](Merge merge) {
-      return [&kernels, merge](const AttentionParams& a) { launch_attention(kernels, a, nullptr, merge); };
+    const auto launch = [&](const AttentionParams& a, Merge merge) {
+      launch_attention(kernels, a, nullptr, merge);
     };
-    const Result want = run_cpu(p);
-    const Result got = run_gpu(p, launch(Merge::kAfter));
-    bool ok = compare(c.name, p, want, got);
-    // Another launch must give the same bits, whenever the merge starts.
-    const Result again = run_gpu(p, launch(Merge::kDependent));
-    if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
-      std::printf("FAIL %s: bits differ between two launches\n", c.name.c_str());
-      ok = false;
-    }
-    failed += ok ? 0 : 1;
+    failed += check_case(c.name, make_problem(c.options, seed), 1, launch) ? 0 : 1;
   }
   if ((mode.empty() || mode == "append" || sanitize) && share == 0) {
     for (const DType dtype : {DType::kBF16, DType::kF32}) failed += test_append(kernels, dtype) ? 0 : 1;

@@ -5,14 +5,13 @@
 //
 // i/n: the i-th of n shares of the cases that the filter lets through. sanitize: one short case of every
 // loader. bench: with kernels of more folders, each with a manifest of its own, beside those of the first.
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
 
 #include "bench.h"
 #include "cases.h"
-#include "execute.h"
+#include "compare.h"
 #include "prefill.h"
 
 namespace jaxinfer::test {
@@ -172,62 +171,6 @@ std::vector<PrefillCase> make_prefill_cases() {
   return list.cases;
 }
 
-// Prints one line; returns whether the case passed.
-bool compare(const Problem& p, const Result& want, const Result& got) {
-  const AttentionParams& a = p.params;
-  const int64_t heads = int64_t{a.num_tokens} * a.num_qo_heads;
-  const bool softmax = (a.variant.rules & kRuleSoftmax) != 0;
-  double difference = 0, norm = 0, worst_row = 0, worst_lse = 0;
-  int64_t bad_empty = 0, not_finite = 0, first_bad = -1, bad_rows = 0;
-  for (int64_t i = 0; i < heads; ++i) {
-    double row_difference = 0, row_norm = 0;
-    bool zero = true;
-    const int64_t bad_before = not_finite + bad_empty;
-    for (int d = 0; d < a.head_dim_vo; ++d) {
-      const int64_t at = (i * a.head_dim_vo + d) * 2;
-      const double x = from_element(a.dtype, &got.o[at]), y = from_element(a.dtype, &want.o[at]);
-      if (!std::isfinite(x)) {
-        ++not_finite;
-        continue;
-      }
-      if (x != 0) zero = false;
-      row_difference += (x - y) * (x - y);
-      row_norm += y * y;
-    }
-    difference += row_difference;
-    norm += row_norm;
-    if (row_norm > 0) worst_row = std::max(worst_row, std::sqrt(row_difference / row_norm));
-    if (softmax) {
-      const float x = got.lse[i], y = want.lse[i];
-      if (std::isinf(y) || !std::isfinite(x)) {
-        if (x != y || !zero) ++bad_empty;
-      } else {
-        worst_lse = std::max(worst_lse, std::abs(double{x} - y) / (1.0 + 1e-3 * std::abs(y)));
-      }
-    }
-    if (not_finite + bad_empty > bad_before || row_difference > 0.01 * row_norm) {
-      ++bad_rows;
-      if (first_bad < 0) first_bad = i;
-    }
-  }
-  const double error = norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
-  const double bound = a.dtype == DType::kF16 ? 1e-3 : 4e-3;
-  const bool ok = not_finite == 0 && bad_empty == 0 && error < bound && worst_lse < 1e-3;
-  std::printf("%s o %.2e (row %.1e) lse %.0e bits %08x", ok ? "PASS" : "FAIL", error, worst_row, worst_lse,
-              checksum(got));
-  if (!ok) {
-    std::printf("  not finite %ld, empty %ld, bad rows %ld of %ld", static_cast<long>(not_finite),
-                static_cast<long>(bad_empty), static_cast<long>(bad_rows), static_cast<long>(heads));
-    if (first_bad >= 0) {
-      std::printf(", first token %ld head %ld", static_cast<long>(first_bad / a.num_qo_heads),
-                  static_cast<long>(first_bad % a.num_qo_heads));
-    }
-  }
-  std::printf("\n");
-  std::fflush(stdout);
-  return ok;
-}
-
 int main(int argc, char** argv) {
   const std::vector<PrefillCase> cases = make_prefill_cases();
   if (argc < 2 || std::strcmp(argv[1], "--list") == 0) {
@@ -266,25 +209,10 @@ int main(int argc, char** argv) {
     if (sanitize ? !c.sanitize : c.name.find(mode) == std::string::npos || matching++ % shares != share)
       continue;
     ++number_run;
-    running() = c.name;
-    const Problem p = make_problem(c.options, seed);
-    const auto launch = [&](Merge merge) {
-      return [&build, merge](const AttentionParams& a) { launch_wgmma(build, a, nullptr, merge); };
+    const auto launch = [&](const AttentionParams& a, Merge merge) {
+      launch_wgmma(build, a, nullptr, merge);
     };
-    const Result want = run_cpu(p);
-    std::printf("%-92s", c.name.c_str());  // before the launch, which may never end
-    std::fflush(stdout);
-    const Result got = run_gpu(p, launch(Merge::kAfter));
-    bool ok = compare(p, want, got);
-    // The same launch again must give the same bits, whenever the merge starts.
-    for (int i = 0; i < 3 && ok && !sanitize; ++i) {
-      const Result again = run_gpu(p, launch(Merge::kDependent));
-      if (again.o != got.o || std::memcmp(again.lse.data(), got.lse.data(), got.lse.size() * 4) != 0) {
-        std::printf("FAIL %s: bits differ between two launches\n", c.name.c_str());
-        ok = false;
-      }
-    }
-    failed += ok ? 0 : 1;
+    failed += check_case(c.name, make_problem(c.options, seed), sanitize ? 0 : 3, launch) ? 0 : 1;
   }
   std::printf("%d of %d cases failed\n", failed, number_run);
   return failed == 0 ? 0 : 1;
