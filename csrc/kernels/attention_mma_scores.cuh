@@ -60,10 +60,10 @@ class MmaScores {
   }
 
   // Position of this thread's row.
-  JAXINFER_DEVICE int load_position() const {
+  JAXINFER_DEVICE int load_position(const ItemRows<Config::kPacked>& rows) const {
     static_assert(Config::kTile <= Config::kNumThreads, "a thread for every row");
     const int row = fresh_thread_index();
-    return row < rows_.num_rows() ? __ldg(params_.q_pos + item().token_begin + rows_.token(row)) : 0;
+    return load_if(row < rows.num_rows(), params_.q_pos + rows.state.item.token_begin + rows.token(row), 0);
   }
   // What every row may see, to shared memory. Idle rows see everything; nobody reads their results.
   JAXINFER_DEVICE void find_visible(int q_pos) {

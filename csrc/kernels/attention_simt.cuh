@@ -69,7 +69,9 @@ class SimtAttention {
         exists_(cursor_.next()),
         ring_(params, cursor_, exists_, state_, shared_address(memory + Shared::kRing),
               reinterpret_cast<uint32_t*>(memory + Shared::kPresent),
-              reinterpret_cast<int*>(memory + Shared::kPosition), stream_, 0, lane_) {}
+              reinterpret_cast<int*>(memory + Shared::kPosition), stream_, 0, lane_) {
+    ring_.fill();
+  }
 
   JAXINFER_DEVICE void run() {
     for (bool exists = exists_; exists; exists = cursor_.next()) {

@@ -71,6 +71,11 @@ class KvRing {
         lane_(lane) {
     enter_item(exists);
     look_up();
+  }
+
+  // Starts the first copies. Not the constructor, so that other reads may come between the first page ids and
+  // these.
+  JAXINFER_DEVICE void fill() {
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) issue(i);
   }
@@ -170,7 +175,7 @@ class KvRing {
     }
     const int head = cursor_.state().head;
     const int kv_head = Config::kPacked ? head : params_.group_divider.divide(head);
-    const int64_t layer = params_.layer == nullptr ? 0 : *params_.layer;
+    const int64_t layer = cursor_.layer();
     state_.k_head = static_cast<const char*>(params_.k) +
                     (layer * params_.k_strides.layer + kv_head * params_.k_strides.head) * Type::kBytes;
     state_.v_head = static_cast<const char*>(params_.v) +

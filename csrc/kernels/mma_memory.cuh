@@ -6,10 +6,6 @@
 
 namespace jaxinfer {
 
-// Tiles of up to 32 rows have registers to spare, and every trip to shared memory would delay their copies.
-template <class Config>
-constexpr bool kStateInRegisters = Config::kTile <= 32;
-
 // What shared memory holds, in bytes from its start. kSmemBytes of jaxinfer/jit/tiles.py is the same sum.
 template <class Config>
 struct MmaSharedMemory {

@@ -90,11 +90,26 @@ JAXINFER_DEVICE int4 load_now(const int4* from) {
   return x;
 }
 
+JAXINFER_DEVICE int load_now(const int* from) {
+  int x;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
 // Reads where `wanted`, else gives `otherwise`: without a branch.
 JAXINFER_DEVICE int load_if(bool wanted, const int* from, int otherwise) {
   int x = otherwise;
   asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p ld.global.nc.s32 %0, [%2];}"
                : "+r"(x)
+               : "r"(static_cast<int>(wanted)), "l"(from));
+  return x;
+}
+
+// Zeros where not `wanted`.
+JAXINFER_DEVICE uint4 load_if(bool wanted, const uint4* from) {
+  uint4 x = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %4, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%5];}"
+               : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
                : "r"(static_cast<int>(wanted)), "l"(from));
   return x;
 }

@@ -14,51 +14,75 @@ JAXINFER_DEVICE Row query_row(const AttentionParams& params, const ItemRows<kPac
   return Row{item.bsr_row, token, __ldg(params.q_pos + token), rows.qo_head(i), rows.kv_head()};
 }
 
-// Rows beyond the item's and chunks beyond the true head dim become zeros. Several reads are on their way
-// at a time.
+// Chunks of an item's Q that a thread has in registers, on their way to shared memory: several reads at a
+// time. Rows beyond the item's and chunks beyond the true head dim become zeros.
 template <class Config, class Variant>
-JAXINFER_DEVICE void load_query(const AttentionParams& params, const VariantOperands& operands,
-                                const ItemRows<Config::kPacked>& rows, uint32_t to, uint32_t sign_bits) {
+class QueryChunks {
   using Type = Element<Config::kDType>;
-  constexpr int kChunks = Config::kHeadDimQk / 8;
-  constexpr int kAll = Config::kTile * kChunks;
-  constexpr int kLoads = (kAll + Config::kNumThreads - 1) / Config::kNumThreads;
-  constexpr int kMost = Config::kTile >= 64 ? 8 : 4;
-  constexpr int kBatch = kLoads < kMost ? kLoads : kMost;
-  const int chunks = params.head_dim_qk / 8;
-#pragma unroll 1
-  for (int first = fresh_thread_index(); first < kAll; first += kBatch * Config::kNumThreads) {
-    uint4 x[kBatch];
+  static constexpr int kChunks = Config::kHeadDimQk / 8;
+  static constexpr int kLoads = (Config::kTile * kChunks + Config::kNumThreads - 1) / Config::kNumThreads;
+  static constexpr int kMost = Config::kTile >= 64 ? 8 : 4;
+  static constexpr int kBatch = kLoads < kMost ? kLoads : kMost;
+
+ public:
+  static constexpr int kAll = Config::kTile * kChunks;
+  static constexpr int kStep = kBatch * Config::kNumThreads;
+
+  // Asks for chunks first, first + kNumThreads, ... of the tile, kBatch of them.
+  JAXINFER_DEVICE void read(const AttentionParams& params, const ItemRows<Config::kPacked>& rows, int first) {
+    const int chunks = params.head_dim_qk / 8;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int row = (first + i * Config::kNumThreads) / kChunks;
       const int chunk = (first + i * Config::kNumThreads) % kChunks;
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (row >= rows.num_rows() || chunk >= chunks) continue;
+      const bool wanted = row < rows.num_rows() && chunk < chunks;
+      x_[i] = make_uint4(0, 0, 0, 0);
+      if (!kReadsAhead<Config> && !wanted) continue;  // addresses of all chunks at once take registers
       const int64_t token = rows.state.item.token_begin + rows.token(row);
-      x[i] = __ldg(static_cast<const uint4*>(params.q) +
-                   (token * params.num_qo_heads + rows.qo_head(row)) * chunks + chunk);
+      x_[i] = load_if(wanted, static_cast<const uint4*>(params.q) +
+                                  (token * params.num_qo_heads + rows.qo_head(row)) * chunks + chunk);
     }
+  }
+
+  JAXINFER_DEVICE void write(const AttentionParams& params, const VariantOperands& operands,
+                             const ItemRows<Config::kPacked>& rows, int first, uint32_t to,
+                             uint32_t sign_bits) {
+    const int chunks = params.head_dim_qk / 8;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int row = (first + i * Config::kNumThreads) / kChunks;
       const int chunk = (first + i * Config::kNumThreads) % kChunks;
-      if (kAll % (kBatch * Config::kNumThreads) != 0 && row >= Config::kTile) continue;
+      if (kAll % kStep != 0 && row >= Config::kTile) continue;
       if constexpr (Variant::kQuery) {
         if (row < rows.num_rows() && chunk < chunks) {
           const Row query = query_row(params, rows, row);
           float elements[8];
-          Type::unpack(x[i], elements);
+          Type::unpack(x_[i], elements);
           Variant(params, operands, query).query(elements, chunk * 8, query);
-          x[i] = Type::pack(elements);
+          x_[i] = Type::pack(elements);
         }
       }
-      x[i].x ^= sign_bits;
-      x[i].y ^= sign_bits;
-      x[i].z ^= sign_bits;
-      x[i].w ^= sign_bits;
-      store_shared(to + RowTile<kChunks>::offset(row, chunk), x[i]);
+      x_[i].x ^= sign_bits;
+      x_[i].y ^= sign_bits;
+      x_[i].z ^= sign_bits;
+      x_[i].w ^= sign_bits;
+      store_shared(to + RowTile<kChunks>::offset(row, chunk), x_[i]);
     }
+  }
+
+ private:
+  uint4 x_[kBatch];
+};
+
+template <class Config, class Variant>
+JAXINFER_DEVICE void load_query(const AttentionParams& params, const VariantOperands& operands,
+                                const ItemRows<Config::kPacked>& rows, uint32_t to, uint32_t sign_bits) {
+  using Chunks = QueryChunks<Config, Variant>;
+#pragma unroll 1
+  for (int first = fresh_thread_index(); first < Chunks::kAll; first += Chunks::kStep) {
+    Chunks chunks;
+    chunks.read(params, rows, first);
+    chunks.write(params, operands, rows, first, to, sign_bits);
   }
 }
 

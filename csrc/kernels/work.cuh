@@ -15,6 +15,15 @@ struct CursorState {
   int end;
 };
 
+// Tiles of up to 32 rows have registers to spare, and every trip to shared memory would delay their copies.
+template <class Config>
+constexpr bool kStateInRegisters = Config::kTile <= 32;
+
+// Whether there are registers for what shortens the start of an item, too. Not in tile 32 where two CTAs
+// share a multiprocessor: they leave room for one of the merge, which would start late.
+template <class Config>
+constexpr bool kReadsAhead = Config::kTile <= 16 || (Config::kTile == 32 && Config::kMinCtas == 1);
+
 // What each warp keeps by itself. It lies in shared memory where registers bound the tile, else in registers.
 struct WarpState {
   CursorState computing;  // the item whose rows are being computed
@@ -34,6 +43,8 @@ class ItemCursor {
  public:
   JAXINFER_DEVICE ItemCursor(const AttentionParams& params, int cls, int passes, CursorState& state)
       : params_(params), state_(state), cls_(cls), passes_(passes) {
+    // Beside the first item: behind it, it would be a trip to memory of its own (0.4 us on an H200).
+    if (kReadsAhead<Config> && params.layer != nullptr) layer_ = load_now(params.layer);
     state_.worker = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     state_.next = state_.end = 0;
     state_.pass = passes - 1;
@@ -42,12 +53,21 @@ class ItemCursor {
 
   // A cursor where another one stands.
   JAXINFER_DEVICE ItemCursor(const ItemCursor& other, CursorState& state)
-      : params_(other.params_), state_(state), cls_(other.cls_), passes_(other.passes_) {
+      : params_(other.params_),
+        state_(state),
+        cls_(other.cls_),
+        passes_(other.passes_),
+        layer_(other.layer_) {
     state_ = other.state_;
     __syncwarp();
   }
 
   JAXINFER_DEVICE const CursorState& state() const { return state_; }
+
+  // 0 without a layer axis.
+  JAXINFER_DEVICE int layer() const {
+    return kReadsAhead<Config> || params_.layer == nullptr ? layer_ : *params_.layer;
+  }
 
   // Moves to the next visit; false when there is none, and then it must not be called again.
   JAXINFER_DEVICE bool next() {
@@ -104,8 +124,7 @@ class ItemCursor {
     ++s.next;
     s.item = Item{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     // A layer outside the pool: every token gets the empty state.
-    const bool layer_exists =
-        params_.layer == nullptr || (*params_.layer >= 0 && *params_.layer < params_.num_layers);
+    const bool layer_exists = static_cast<uint32_t>(layer()) < static_cast<uint32_t>(params_.num_layers);
     if (!layer_exists || s.item.bsr_row < 0) s.item.kv_end = s.item.kv_begin;
     return true;
   }
@@ -114,6 +133,7 @@ class ItemCursor {
   CursorState& state_;
   int cls_;
   int passes_;
+  int layer_ = 0;  // not read from memory unless kReadsAhead
 };
 
 // The query rows of an item: packed, row i is token i / group_size and query head i % group_size of the KV
