@@ -11,6 +11,7 @@ namespace {
 
 constexpr uint32_t kBoxElements = 64;   // of a row: 128 bytes, what one swizzle pattern spans
 constexpr uint32_t kConsumerRows = 64;  // query rows of a warpgroup
+constexpr uint32_t kPatternRows = 8;    // rows of a swizzle pattern
 constexpr uint64_t kElementBytes = 2;
 
 static_assert(sizeof(TensorMap) == 128, "the size of a CUtensorMap");
@@ -23,7 +24,7 @@ struct Dimension {
 };
 
 template <size_t kCount>
-std::string encode(const AttentionParams& params, const void* address, int32_t head_dim,
+std::string encode(const AttentionParams& params, const void* address, int64_t head_dim,
                    const Dimension (&more)[kCount], TensorMapPromotion promotion, TensorMap* map) {
   uint64_t sizes[kCount + 1] = {static_cast<uint64_t>(head_dim)};
   uint64_t strides[kCount];  // bytes
@@ -53,11 +54,22 @@ std::string encode_cache(const AttentionParams& params, const void* address, int
                               {params.num_layers, strides.layer, 1}};
     return encode(params, address, head_dim, more, kMapPromote256, map);
   }
-  const Dimension more[] = {{params.page_size, strides.token, box_rows},
-                            {params.num_kv_heads, strides.head, 1},
-                            {params.num_pages, strides.page, 1},
-                            {params.num_layers, strides.layer, 1}};
+  // Rows of all pages of all layers in groups of eight: one layer lies behind the other.
+  const int64_t group = kPatternRows * strides.token;
+  const int64_t last_page = params.num_layers * params.num_pages - 1;
+  const int64_t groups =
+      std::max<int64_t>(last_page, 0) * (strides.page / group) + params.page_size / kPatternRows;
+  const Dimension rows = {kPatternRows, strides.token, kPatternRows};
+  const Dimension heads = {params.num_kv_heads, strides.head, 1};
   // Of scattered pages 256 bytes at a time bring what nobody asked for.
+  if (head_dim % kBoxElements == 0) {
+    const uint32_t panels = static_cast<uint32_t>(head_dim) / kBoxElements;
+    const Dimension more[] = {
+        rows, {panels, kBoxElements, panels}, {groups, group, box_rows / kPatternRows}, heads};
+    return encode(params, address, kBoxElements, more, kMapPromote128, map);
+  }
+  // Zeros behind a row's end are made by the first dimension, so that its panels come by themselves.
+  const Dimension more[] = {rows, {groups, group, 1}, heads};
   return encode(params, address, head_dim, more, kMapPromote128, map);
 }
 

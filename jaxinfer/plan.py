@@ -127,7 +127,7 @@ def plan(
       variant: what the KV ranges are clipped with (causal, windows); None: `Variant()`.
       num_pages: pages of the pool (contiguous: KV tokens); given, page ids in the used range are checked.
       tiles: query rows of the one or two tile classes, ascending, from {1, 16, 32, 64, 128, 192}; None:
-        chosen from the capacities, group size, dtype, head_dim and the GPU. On GPUs 192 is for Hopper alone.
+        chosen from the capacities, heads, dtype, head_dim, variant and the GPU. On GPUs 192 is for Hopper alone.
       num_ctas: CTAs per class, an int for all or one each; None: 32 on CPU; on a GPU twice the multiprocessors,
         once for tiles of two or three of Hopper's warpgroups.
       schedule: "runs" (classes limited by reading K and V get contiguous equal runs per queue; on an H200 level with
@@ -169,6 +169,7 @@ def plan(
         variant.window_right,
         variant.softmax,
         variant.mask_bits is not None,
+        variant.functor is not None,
         bool(render.changes_inputs(None if variant.functor is None else variant.functor.source)),
         _as_key(tiles),
         _as_key(num_ctas),
@@ -228,6 +229,7 @@ def _static_plan(
     window_right: int | None,
     softmax: bool,
     masked: bool,
+    has_functor: bool,
     changes_inputs: bool,
     tiles: tuple[int, ...] | None,
     num_ctas: int | tuple[int, ...] | None,
@@ -263,6 +265,11 @@ def _static_plan(
             head_dim_vo,
             on_gpu,
             warpgroups,
+            warpgroups
+            and contiguous
+            and softmax
+            and not (masked or has_functor or batch_invariant)
+            and _fills_wide_tiles(num_tokens * num_qo_heads, group_size),
         )
     tiles = _check_tiles(tiles, group_size)
     ctas = _check_num_ctas(num_ctas, tiles, on_gpu, warpgroups)
@@ -340,6 +347,7 @@ def choose_tiles(
     head_dim_vo: int,
     on_gpu: bool,
     warpgroups: bool = False,
+    wide_tiles: bool = False,
 ) -> tuple[int, ...]:
     """Tiles from what is static: a small class for single tokens, a large one where a row can have more.
 
@@ -349,16 +357,17 @@ def choose_tiles(
       group_size, dtype, head_dim_qk, head_dim_vo: of the model.
       on_gpu: float32 has CUDA-core kernels only there, which means tile 1.
       warpgroups: large tiles run on Hopper's warpgroup instructions.
+      wide_tiles: three of them pay for up to 128 columns, too.
     """
     if on_gpu and dtype == "float32":
         return (1,)
     small = next(t for t in (16, 32, 64, 128) if t >= group_size)
     widest = max(head_dim_qk, head_dim_vo)
-    # A tile keeps its output in registers: of three warpgroups 64 columns fit, of two 256; of the portable
-    # kernel's 128 rows 128 columns.
+    # A tile keeps its output in registers: of three warpgroups 64 columns fit, and 128 where nothing else needs
+    # registers, of two 256; of the portable kernel's 128 rows 128 columns.
     large = max(small, 64 if widest > 128 else 128)
     if warpgroups:
-        large = 192 if widest <= 64 else 128
+        large = 192 if widest <= (128 if wide_tiles else 64) else 128
     if capacity is not None:
         num_tokens, num_rows, num_layouts = capacity
         # The most tokens of a row: what is left when every other row has one; all, where rows share tokens (a
@@ -427,6 +436,19 @@ def _check_tiles(tiles: Any, group_size: int) -> tuple[int, ...]:
 def _has_warpgroups() -> bool:
     """Whether large tiles run on Hopper's warpgroup instructions where nobody asks for a kernel."""
     return str(jax.devices()[0].compute_capability) == "9.0"
+
+
+def _fills_wide_tiles(num_rows: int, group_size: int) -> bool:
+    """Whether `num_rows` rows of Q are work for tiles of three warpgroups with more than 64 columns.
+
+    These read K and V a third less often, and hide each other's softmax better; but there are fewer of them to deal
+    out, and more of a request's last one is empty: a single head's covers 192 tokens. H200, bf16, contiguous, causal,
+    32/8 heads of 128, TFLOP/s with tile 128 -> 192 in one run each: 4 x 4096 625 -> 667, 1 x 16384 707 -> 767, not
+    causal 710 -> 782, 16 x 1024 437 -> 474, 8 x 1024 431 -> 459, 16 x 512 of 8192 695 -> 702, a window of 1024 508 ->
+    586; but 1 x 4096 668 -> 658, 4 x 512 of 8192 715 -> 643, 1 x 512 142 -> 126. 4 x 4096 with 64/8 heads 642 -> 695,
+    with 32/16 619 -> 656, with 32/32 625 -> 587; with pages of 16 rows 600 -> 585, of one 548 -> 496.
+    """
+    return 2 <= group_size <= 96 and num_rows >= 8 * 192 * int(jax.devices()[0].core_count)
 
 
 def _side_by_side() -> bool:

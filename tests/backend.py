@@ -40,7 +40,7 @@ def cpu_only(reason: str) -> pytest.MarkDecorator:
 def usable(dtype: Any, **options: Any) -> dict[str, Any]:
     """Options of `jaxinfer.plan`, with the nearest tiles that have a kernel for `dtype` on this backend.
 
-    On a GPU float32 runs on tile 1 alone, and tile 192 is for narrow heads on Hopper.
+    On a GPU float32 runs on tile 1 alone, and tile 192 on Hopper alone.
     """
     tiles = options.get("tiles")
     if tiles is None or not on_gpu():

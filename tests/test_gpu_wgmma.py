@@ -132,3 +132,20 @@ def test_plans_on_this_gpu_use_the_warpgroup_kernel() -> None:
         )
         large = plan.spec.classes[-1]
         assert (large.tile, large.num_ctas) == (tile, jax.devices()[0].core_count)
+    multiprocessors = jax.devices()[0].core_count
+    for heads, tokens, variant, tile in (
+        ((32, 8), 48 * multiprocessors, jaxinfer.Variant(causal=True), 192),
+        ((32, 8), 48 * multiprocessors - 1, jaxinfer.Variant(causal=True), 128),
+        ((32, 32), 48 * multiprocessors, jaxinfer.Variant(causal=True), 128),
+        ((32, 8), 48 * multiprocessors, jaxinfer.Variant(softmax=False), 128),
+    ):
+        layout = jaxinfer.ragged([0, tokens], [0, tokens])
+        plan = jaxinfer.plan(
+            layout,
+            num_qo_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=128,
+            dtype=jnp.bfloat16,
+            variant=variant,
+        )
+        assert plan.spec.classes[-1].tile == tile

@@ -18,7 +18,7 @@ JAXINFER_DEVICE void attention_wgmma(const AttentionParams& params, int cls, con
     const WgmmaBarriers<Config> barriers{shared_address(memory + Shared::kBarriers)};
     for (int c = 0; c < Shared::kConsumers; ++c) {
       init_barrier(barriers.query_full(c), 1);
-      init_barrier(barriers.query_empty(c), 4);
+      init_barrier(barriers.query_empty(c), kWarpgroupThreads);
     }
     for (int i = 0; i < Shared::kStages; ++i) {
       init_barrier(barriers.k_full(i), Producer::kArrivals);
@@ -41,7 +41,7 @@ JAXINFER_DEVICE void attention_wgmma(const AttentionParams& params, int cls, con
     WgmmaProducer<Config>(params, cls, maps, memory).run();
   } else {
     take_registers<Config::kConsumerRegisters>();
-    WgmmaConsumer<Config, Variant>(params, cls, operands, memory).run();
+    WgmmaConsumer<Config, Variant>(params, operands, memory).run();
   }
   end_after_earlier_kernels();
 }

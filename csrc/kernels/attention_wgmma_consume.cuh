@@ -33,38 +33,43 @@ class WgmmaConsumer {
   static constexpr bool kPaged = !Config::kContiguous;
   static constexpr bool kGather = kPaged && Config::kPageBox == 0;
   static constexpr bool kPositionRule = (Config::kRules & kPositionRules) != 0;
+  // Whether rows may see less than their item at its front, too.
+  static constexpr bool kHidesBefore = (Config::kRules & kRuleWindowLeft) != 0;
   static constexpr bool kPingPong = Config::kPingPong != 0;
   // Beside the first product where registers allow that.
   static constexpr bool kClearsBeside = kConsumers == 2 && kPieces <= 16;
   static constexpr int kEarly = Variant::kSoftmax ? Config::kEarlyColumns / 8 : 0;
+  // Of an item's first block only what is seen counts: P V takes its rows in parts of kValuePart, softmax its
+  // columns in halves. Three consumers have no registers for that. Half of Q K^T, in a branch of its own,
+  // lost what it saved to the assembler, which ran out of registers and products then waited for each other.
+  static constexpr int kValuePart = kConsumers == 2 && kBlock % 32 == 0 ? 32 : kBlock;
+  static constexpr bool kNarrows = kValuePart < kBlock && kBlock % 64 == 0 && Variant::kSoftmax;
   // Rows that one word of present columns describes.
   static constexpr int kRowsPerWord = kGather ? kBlock / 4 : 32;
   static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue,
                 "holes of the portable template alone");
 
  public:
-  JAXINFER_DEVICE WgmmaConsumer(const AttentionParams& params, int cls, const VariantOperands& operands,
-                                char* memory)
+  JAXINFER_DEVICE WgmmaConsumer(const AttentionParams& params, const VariantOperands& operands, char* memory)
       : params_(params),
         operands_(operands),
-        cls_(cls),
         memory_(memory),
-        state_(reinterpret_cast<ConsumerState*>(memory + Shared::kConsumerStates)[threadIdx.x >> 5]),
-        rows_{state_.cursor, params_.group_divider},
+        number_(0),
         barriers_{shared_address(memory + Shared::kBarriers)},
-        consumer_(__shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0)),
+        consumer_(static_cast<int>(__reduce_max_sync(kFullWarp, threadIdx.x / kWarpgroupThreads))),
         k_slot_(0),
         v_slot_(0) {}
 
   JAXINFER_DEVICE void run() {
-    ItemCursor<Config> cursor(params_, cls_, 1, state_.cursor);
-    state_.query_parity = 0;
     if (kPingPong && consumer() == 0) named_arrive(kTurn, 2 * kWarpgroupThreads);
-    while (cursor.next()) {
-      if (state_.cursor.item.bsr_row < 0) {
-        write_empty<ConsumerConfig<Config>>(params_, state_.cursor.item, state_.cursor.head);
-      } else {
+    for (set_number(0);; set_number(number() + 1)) {
+      wait_barrier(barriers_.query_full(has_split_query<Config>(params_) ? consumer() : 0), number() & 1);
+      __syncwarp();
+      if (slot().is_end != 0) break;
+      if (slot().num_blocks > 0) {
         run_item();
+      } else {
+        run_empty_item();
       }
     }
   }
@@ -74,8 +79,10 @@ class WgmmaConsumer {
   static JAXINFER_DEVICE int warp() { return fresh_thread_index() >> 5; }
   // Tile row of this thread's fragment row r.
   static JAXINFER_DEVICE int tile_row(int r) { return warp() * 16 + (lane() >> 2) + r * 8; }
-  JAXINFER_DEVICE const ItemRows<Config::kPacked>& rows() const { return rows_; }
-  JAXINFER_DEVICE const Item& item() const { return state_.cursor.item; }
+  JAXINFER_DEVICE ItemRows<Config::kPacked> rows() const {
+    return ItemRows<Config::kPacked>{slot().cursor, params_.group_divider};
+  }
+  JAXINFER_DEVICE const Item& item() const { return slot().cursor.item; }
 
   JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
   // Of score fragments to logits and to base-2 exponents; the variant's fragments are logits already.
@@ -83,8 +90,8 @@ class WgmmaConsumer {
   JAXINFER_DEVICE float scale() const { return exponent_scale(fragment_scale()); }
 
   JAXINFER_DEVICE Row make_row(int i) const {
-    const int token = item().token_begin + rows_.token(i);
-    return Row{item().bsr_row, token, __ldg(params_.q_pos + token), rows_.qo_head(i), rows_.kv_head()};
+    const int token = item().token_begin + rows().token(i);
+    return Row{item().bsr_row, token, __ldg(params_.q_pos + token), rows().qo_head(i), rows().kv_head()};
   }
 
  private:
@@ -92,67 +99,85 @@ class WgmmaConsumer {
   static constexpr int kTurn = 1;
   static constexpr int kGroup = kTurn + kConsumers;
 
-  // Three consumers have no register to spare even for this.
+  // Of a reduction, which is a uniform register, as all that follows from it then is. From a thread's index
+  // descriptors of Q went through two registers of every thread each: 9% more instructions with three
+  // consumers, except where those have no register to spare for it.
   JAXINFER_DEVICE int consumer() const {
-    return kConsumers == 2 ? consumer_ : fresh_thread_index() / kWarpgroupThreads;
+    constexpr bool kSpare = kConsumers == 2 || !kPaged || !Variant::kLogits;
+    return kSpare ? consumer_ : fresh_thread_index() / kWarpgroupThreads;
   }
   // Of fragment row r. Idle rows copy a real one; their results are not read.
-  JAXINFER_DEVICE Row hole_row(int r) const { return make_row(min(tile_row(r), rows_.num_rows() - 1)); }
+  JAXINFER_DEVICE Row hole_row(int r) const { return make_row(min(tile_row(r), rows().num_rows() - 1)); }
 
-  JAXINFER_DEVICE void run_item() {
-    const Item bounded = bounded_item<Config>(params_, state_.cursor);
-    const BlockRange<Config> blocks(bounded);
-    state_.kv_begin = bounded.kv_begin;
-    state_.kv_end = bounded.kv_end;
-    WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
-    if (blocks.count > 0) {
-      first_block(blocks);
-#pragma unroll 1
-      for (int i = blocks.count - 2; i >= 0; --i) next_block(blocks.begin(i), i == 0);
-      wait_values();
-      start_values();
-      store.write_sums();
-      wait_products<0>();
-      pin_registers(o_);
-      release_values();
+  JAXINFER_DEVICE const ItemSlot& slot() const {
+    return reinterpret_cast<const ItemSlot*>(memory_ + Shared::kItems)[number() % kItemSlots];
+  }
+  // Which item this is, of those of the CTA.
+  JAXINFER_DEVICE int number() const { return kConsumers < 3 ? number_ : number_in_memory(); }
+  JAXINFER_DEVICE void set_number(int number) {
+    if constexpr (kConsumers < 3) {
+      number_ = number;
     } else {
-      clear();
-      store.write_sums();
+      __syncwarp();
+      number_in_memory() = number;  // every lane writes the same
+      __syncwarp();
     }
-    store.write_output();
+  }
+  JAXINFER_DEVICE int& number_in_memory() const {
+    return reinterpret_cast<int*>(memory_ + Shared::kNumbers)[warp()];
   }
 
-  JAXINFER_DEVICE void clear() {
-#pragma unroll
-    for (int i = 0; i < 4 * kPieces; ++i) o_[i] = 0.0f;
-    weights_.clear();
+  JAXINFER_DEVICE void run_item() {
+    const int first = slot().first;
+    int begin = first + (slot().num_blocks - 1) * kBlock;
+    WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
+    first_block(begin, begin == first);
+#pragma unroll 1
+    while (begin != first) {
+      begin -= kBlock;
+      next_block(begin, begin == first);
+    }
+    wait_values();
+    start_values(slot().kv_end - begin);
+    store.write_sums();
+    wait_products<0>();
+    pin_registers(o_);
+    release_values(lane() == 0);
+    store.write_output();
+  }
+  // No column to see: tokens of no row, or of a row whose columns are not there. Not by WgmmaStore, whose
+  // other source of o would leave the assembler too few registers to keep products in flight.
+  JAXINFER_DEVICE void run_empty_item() {
+    if (item().out < 0) {
+      write_empty<ConsumerConfig<Config>>(params_, item(), slot().cursor.head);
+    } else {
+      write_empty_partial<ConsumerConfig<Config>, Variant>(params_, item(), slot().cursor.head);
+    }
+    arrive(barriers_.query_empty(consumer()));
   }
 
   // Columns that every row of this warp sees, to shared memory, and those that all see.
   JAXINFER_DEVICE void find_ranges() {
-    int begin = state_.kv_begin;
-    int end = state_.kv_end;
+    int begin = slot().kv_begin;
+    int end = slot().kv_end;
     if constexpr (kPositionRule) {
-      const int offset = state_.kv_begin < state_.kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
+      const int offset = slot().kv_offset;
       const int i = warp() * 16 + (lane() & 15);
       const bool positions = kPaged && params_.block_pos != nullptr;
       if (positions) {
         begin = kInt32Min;
         end = kInt32Max;
       }
-      if (i < rows_.num_rows()) {
-        const int token = item().token_begin + rows_.token(i);
+      if (i < rows().num_rows()) {
+        const int token = item().token_begin + rows().token(i);
         const Visible seen = visible_positions<Config::kRules>(params_.variant, __ldg(params_.q_pos + token));
         const int64_t shift = positions ? 0 : offset;
         begin = static_cast<int>(max(int64_t{begin}, min(seen.first - shift, int64_t{kInt32Max})));
         end = static_cast<int>(min(int64_t{end}, max(seen.last - shift + 1, int64_t{kInt32Min})));
       }
       ranges()[i] = ColumnRange{begin, end};
-      state_.kv_offset = offset;
       begin = __reduce_max_sync(kFullWarp, begin);
       end = __reduce_min_sync(kFullWarp, end);
-    } else if constexpr (Variant::kLogits || Variant::kMask) {
-      state_.kv_offset = state_.kv_begin < state_.kv_end ? __ldg(params_.kv_offset + item().bsr_row) : 0;
     }
     clear_begin_ = begin;
     clear_end_ = end;
@@ -163,51 +188,66 @@ class WgmmaConsumer {
   }
   // Of fragment row r.
   JAXINFER_DEVICE ColumnRange range(int r) const {
-    return kPositionRule ? ranges()[tile_row(r)] : ColumnRange{state_.kv_begin, state_.kv_end};
+    return kPositionRule ? ranges()[tile_row(r)] : ColumnRange{slot().kv_begin, slot().kv_end};
   }
 
   // ---- products ----
 
   JAXINFER_DEVICE void start_scores(float (&s)[4 * kColumns]) {
-    const uint32_t q =
-        matrix_descriptor(shared_address(memory_ + Shared::kQuery) + consumer() * 64 * kPanelBytes, 16);
+    // Forgotten: descriptors made before the loop would come to uniform registers one by one.
+    const uint32_t q = matrix_descriptor(
+        shared_address(memory_ + Shared::kQuery) + forget(consumer()) * 64 * kPanelBytes, 16);
     const uint32_t k =
         matrix_descriptor(shared_address(memory_ + Shared::kK) + k_slot_.stage() * Shared::kKBytes, 16);
     pin_registers(s);
     fence_products();
 #pragma unroll
     for (int i = 0; i < Config::kHeadDimQk / 16; ++i) {
-      Wgmma<kBlock>::template shared<Config::kDType>(
+      Wgmma<kBlock>::template shared<Config::kDType, Shared::kKPattern>(
           s, q + (i / 4) * (Shared::kQueryPanel >> 4) + (i % 4) * 2,
-          k + (i / 4) * (Shared::kKvPanel >> 4) + (i % 4) * 2, i != 0);
+          k + (i / 4) * (Shared::kNextPanel >> 4) + (i % 4) * 2, i != 0);
     }
     commit_products();
   }
-  JAXINFER_DEVICE void start_values() {
-    const uint32_t v = matrix_descriptor(
-        shared_address(memory_ + Shared::kV) + v_slot_.stage() * Shared::kVBytes, Shared::kKvPanel);
+  // `columns` of the block are not behind the item's end; up to kBlock only in its first block, which
+  // overwrites o.
+  JAXINFER_DEVICE void start_values(int columns) {
     pin_registers(o_);
+    constexpr int kTwo = kBlock > 2 * kValuePart ? 2 * kValuePart : kValuePart;
+    constexpr int kThree = kBlock > 3 * kValuePart ? 3 * kValuePart : kTwo;
+    if (kValuePart == kBlock || __all_sync(kFullWarp, columns > kThree)) {
+      start_some_values<kBlock>(columns > kBlock);
+    } else if (kThree > kTwo && __all_sync(kFullWarp, columns > kTwo)) {
+      start_some_values<kThree>(false);
+    } else if (kTwo > kValuePart && __all_sync(kFullWarp, columns > kValuePart)) {
+      start_some_values<kTwo>(false);
+    } else {
+      start_some_values<kValuePart>(false);
+    }
+  }
+  template <int kWidth>
+  JAXINFER_DEVICE void start_some_values(bool accumulate) {
+    const uint32_t v = matrix_descriptor(
+        shared_address(memory_ + Shared::kV) + v_slot_.stage() * Shared::kVBytes, Shared::kNextPanel);
     fence_products();
 #pragma unroll
-    for (int i = 0; i < kBlock / 16; ++i) {
-      Wgmma<Config::kHeadDimVo>::template registers<Config::kDType>(
-          o_, p_[4 * i], p_[4 * i + 1], p_[4 * i + 2], p_[4 * i + 3], v + i * (16 * kPanelBytes >> 4));
+    for (int i = 0; i < kWidth / 16; ++i) {
+      Wgmma<Config::kHeadDimVo>::template registers<Config::kDType, Shared::kVPattern>(
+          o_, p_[4 * i], p_[4 * i + 1], p_[4 * i + 2], p_[4 * i + 3], v + i * (2 * Shared::kVPattern >> 4),
+          accumulate || i != 0);
     }
     commit_products();
   }
-
   JAXINFER_DEVICE void wait_keys() { wait_barrier(barriers_.k_full(k_slot_.stage()), k_slot_.parity()); }
   JAXINFER_DEVICE void wait_values() { wait_barrier(barriers_.v_full(v_slot_.stage()), v_slot_.parity()); }
-  JAXINFER_DEVICE void release_keys(bool last) {
+  JAXINFER_DEVICE void release_keys(bool leads, bool last) {
     if constexpr (kPaged) __syncwarp();  // every lane has read which columns are there
-    if (lane() == 0) {
-      arrive(barriers_.k_empty(k_slot_.stage()));
-      if (last) arrive(barriers_.query_empty(consumer()));
-    }
+    arrive_if(leads, barriers_.k_empty(k_slot_.stage()));
+    if (last) arrive(barriers_.query_empty(consumer()));  // by every reader of the item's slot
     k_slot_.advance();
   }
-  JAXINFER_DEVICE void release_values() {
-    if (lane() == 0) arrive(barriers_.v_empty(v_slot_.stage()));
+  JAXINFER_DEVICE void release_values(bool leads) {
+    if (leads) arrive(barriers_.v_empty(v_slot_.stage()));
     v_slot_.advance();
   }
 
@@ -215,44 +255,43 @@ class WgmmaConsumer {
   // 0 * NaN would reach the sums. Every warpgroup writes these zeros, all the same ones, so that none has to
   // wait for another.
   JAXINFER_DEVICE void clear_tail(int begin) {
-    const int tail = state_.kv_end - begin;
-    if (kGather || tail >= kBlock) return;
+    // Page boxes that are not there are zeros already; parts of P V that nothing is seen of are left out.
+    constexpr int kWhole = Config::kPageBox > 0 ? Config::kPageBox : kValuePart;
+    const int tail = slot().kv_end - begin;
+    const int end = min((tail + kWhole - 1) / kWhole * kWhole, kBlock);
+    if (kGather || tail >= end) return;
     wait_values();
-    // A page box that is not there at all is zeros already.
-    const int end = Config::kPageBox > 0 ? (tail + Config::kPageBox - 1) & ~(Config::kPageBox - 1) : kBlock;
     const uint32_t v = shared_address(memory_ + Shared::kV) + v_slot_.stage() * Shared::kVBytes;
     const int chunks = (end - tail) * 8;
 #pragma unroll 1
     for (int i = fresh_thread_index() % kWarpgroupThreads; i < chunks * Shared::kPanelsVo;
          i += kWarpgroupThreads) {
       const int panel = i / chunks;
-      const int in_panel = i - panel * chunks;
-      store_shared(v + panel * Shared::kKvPanel + (tail * 8 + in_panel) * 16, make_uint4(0, 0, 0, 0));
+      const int in_panel = i - panel * chunks + tail * 8;
+      store_shared(
+          v + panel * Shared::kNextPanel + (in_panel >> 6) * Shared::kVPattern + (in_panel & 63) * 16,
+          make_uint4(0, 0, 0, 0));
     }
     fence_tensor_proxy();
     named_sync(kGroup + consumer(), kWarpgroupThreads);
   }
 
   // What an item needs besides its products is found beside the first of them.
-  JAXINFER_DEVICE void first_block(const BlockRange<Config>& blocks) {
-    const int begin = blocks.begin(blocks.count - 1);
-    const bool split = (64 % (Config::kPacked ? params_.group_divider.divisor : 1)) == 0;
-    const uint32_t parity = state_.query_parity;
-    wait_barrier(barriers_.query_full(split ? consumer() : 0), parity);
-    __syncwarp();
-    state_.query_parity = parity ^ 1;
+  JAXINFER_DEVICE void first_block(int begin, bool last) {
     float s[4 * kColumns];
     wait_keys();
     start_scores(s);
-    const bool all_there = all_present();
+    const bool leads = lane() == 0;
+    const bool all_there = all_present(leads);
     find_ranges();
-    clear();
+    weights_.clear();
     if constexpr (kClearsBeside) clear_tail(begin);
+    const bool narrow = kNarrows && __all_sync(kFullWarp, slot().kv_end - begin <= kBlock / 2);
     wait_products<0>();
     pin_registers(s);
-    finish_scores(begin, s, all_there, blocks.count == 1);
+    finish_scores(begin, s, all_there, sees_all(begin, all_there), leads, last, narrow);
     if constexpr (Variant::kSoftmax) {
-      weights_.first(s, scale(), p_);
+      weights_.first(s, scale(), p_, narrow);
     } else {
       weights_.plain(s, p_);
     }
@@ -265,24 +304,27 @@ class WgmmaConsumer {
     if constexpr (kPingPong) named_sync(kTurn + consumer(), 2 * kWarpgroupThreads);
     start_scores(s);
     wait_values();
-    start_values();
+    start_values(slot().kv_end - begin - kBlock);
     if constexpr (kPingPong) {
       named_arrive(kTurn + (consumer() + 1 == kConsumers ? 0 : consumer() + 1), 2 * kWarpgroupThreads);
     }
-    const bool all_there = all_present();
+    const bool leads = lane() == 0;
+    const bool all_there = all_present(leads);
+    const bool all_seen = sees_all(begin, all_there);
+    if constexpr (kPaged) split_block();
     wait_products<1>();
     pin_registers(s);
-    finish_scores(begin, s, all_there, last);
+    finish_scores(begin, s, all_there, all_seen, leads, last);
     if constexpr (kEarly > 0) {
-      weights_.start(s, scale());
+      weights_.start(s, behind(scale()));
       split_block();
     }
     wait_products<0>();
     pin_registers(o_);
-    release_values();
+    release_values(leads);
     if constexpr (Variant::kSoftmax) {
       if constexpr (kEarly == 0) weights_.start(s, scale());
-      weights_.finish(s, scale(), p_, o_);
+      weights_.finish(s, behind(scale()), p_, o_);
     } else {
       weights_.plain(s, p_);
     }
@@ -292,23 +334,28 @@ class WgmmaConsumer {
 
   // Position of column c of the block.
   JAXINFER_DEVICE int position(int begin, int c) const {
-    return kPaged && params_.block_pos != nullptr ? positions()[c] : state_.kv_offset + begin + c;
+    return kPaged && params_.block_pos != nullptr ? positions()[c] : slot().kv_offset + begin + c;
   }
   JAXINFER_DEVICE const int* positions() const {
     return reinterpret_cast<const int*>(memory_ + Shared::kPositions) + k_slot_.stage() * kBlock;
   }
-  // In lane 0, which gives the slot back: whether every column of the block whose keys came is there. True in
-  // other lanes: racecheck would not see that their reads end before lane 0 arrives, see describe().
-  JAXINFER_DEVICE bool all_present() const {
-    if (!kPaged || lane() != 0) return true;
-    const uint4 words = reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage()];
-    return (words.x & words.y & words.z & words.w) == ~0u;
+  // Whether every column of the block whose keys came is there. Only lane 0, which gives the slot back,
+  // reads: racecheck would not see that the reads of others end before it arrives.
+  JAXINFER_DEVICE bool all_present(bool leads) const {
+    if constexpr (!kPaged) return true;
+    bool all = true;
+    if (leads) {
+      const uint4 words = reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage()];
+      all = (words.x & words.y & words.z & words.w) == ~0u;
+    }
+    return __all_sync(kFullWarp, all);
   }
 
-  // Logits and masks of a block whose products are done; then its keys are given back. `all_there` was read
-  // before the wait for the products, which hides the way to shared memory.
-  JAXINFER_DEVICE void finish_scores(int begin, float (&s)[4 * kColumns], bool all_there, bool last) {
-    if constexpr (kPaged) all_there = __all_sync(kFullWarp, all_there);
+  // Logits and masks of a block whose products are done; then its keys are given back by the lane that
+  // `leads`. What of a block is to be hidden was found before the wait for the products, which hides the way
+  // to shared memory: all columns are there, and all rows see them all.
+  JAXINFER_DEVICE void finish_scores(int begin, float (&s)[4 * kColumns], bool all_there, bool all_seen,
+                                     bool leads, bool last, bool narrow = false) {
     if constexpr (Variant::kLogits || !Variant::kSoftmax) {
       apply_logits(begin, s);
     } else if (params_.variant.sm_scale < 0.0f) {
@@ -317,41 +364,48 @@ class WgmmaConsumer {
     }
     if constexpr (Variant::kMask) {
       apply_mask(begin, s);
-    } else if (!all_there || by_position() || begin < clear_begin_ || begin + kBlock > clear_end_) {
-      hide_columns(begin, s, all_there);
+    } else if (!all_seen) {
+      hide_columns(begin, s, all_there, narrow);
     }
-    release_keys(last);
+    release_keys(leads, last);
   }
 
+  // Whether nothing of a block is to be hidden, as far as can be told without reading positions.
+  JAXINFER_DEVICE bool sees_all(int begin, bool all_there) const {
+    return all_there && !by_position() && begin >= clear_begin_ && begin + kBlock <= clear_end_;
+  }
   JAXINFER_DEVICE bool by_position() const { return kPaged && kPositionRule && params_.block_pos != nullptr; }
   // What is not a whole block of columns that all rows see. By itself, because all other blocks would wait
-  // for what it reads.
-  JAXINFER_DEVICE void hide_columns(int begin, float (&s)[4 * kColumns], bool all_there) const {
-    if (all_there && !by_position()) {
-      apply_ranges(begin, s);
-      return;
+  // for what it reads; and with few branches, because every block would join a warp behind what diverges
+  // here.
+  JAXINFER_DEVICE void hide_columns(int begin, float (&s)[4 * kColumns], bool all_there, bool narrow) const {
+    if (all_there && !by_position() && (kHidesBefore || begin >= slot().kv_begin)) {
+      apply_ranges<0, kColumns / 2>(begin, s);
+      if (!narrow) apply_ranges<kColumns / 2, kColumns>(begin, s);
+    } else {
+      // Positions ascend along a row's list.
+      const bool inside = all_there & (begin >= slot().kv_begin) & (begin + kBlock <= slot().kv_end) &
+                          (positions()[0] >= clear_begin_) & (positions()[kBlock - 1] < clear_end_);
+      if (!inside) apply_mask(begin, s);
     }
-    const bool inside = begin >= state_.kv_begin && begin + kBlock <= state_.kv_end;
-    // Positions ascend along a row's list.
-    if (all_there && inside && positions()[0] >= clear_begin_ && positions()[kBlock - 1] < clear_end_) return;
-    apply_mask(begin, s);
   }
 
   // Hides the columns outside of every row's range.
+  template <int kFirst, int kEnd>
   JAXINFER_DEVICE void apply_ranges(int begin, float (&s)[4 * kColumns]) const {
     const int first = begin + 2 * (lane() & 3);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const ColumnRange seen = range(r);
-      const int low = seen.begin - first;
+      const int low = kHidesBefore ? seen.begin - first : 0;
       const int high = seen.end - first;
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
+      for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int c = 8 * j + e;
           float& x = s[4 * j + 2 * r + e];
-          x = c >= low && c < high ? x : hidden_score<Variant::kSoftmax>();
+          x = (!kHidesBefore || c >= low) && c < high ? x : hidden_score<Variant::kSoftmax>();
         }
       }
     }
@@ -371,11 +425,12 @@ class WgmmaConsumer {
       for (int i = 0; i < 2 * kColumns; ++i) {
         const int c = 2 * (lane() & 3) + (i >> 1) * 8 + (i & 1);
         const int index = begin + c;
-        bool kept = index >= state_.kv_begin && index < state_.kv_end && (!kPaged || is_present(c));
+        bool kept = (index >= slot().kv_begin) & (index < slot().kv_end);
+        if constexpr (kPaged) kept = kept & is_present(c);
         int kv_pos = 0;
         if (kPositionRule || Variant::kMask) kv_pos = position(begin, c);
         const int at = by_position ? kv_pos : index;
-        kept = kept && at >= seen.begin && at < seen.end;
+        kept = kept & (at >= seen.begin) & (at < seen.end);
         if constexpr (Variant::kMask) kept = kept && variant.mask(row, Col{kv_pos, index});
         keep |= static_cast<uint32_t>(kept) << i;
       }
@@ -423,13 +478,24 @@ class WgmmaConsumer {
         "r"(-1)
         : "memory");
   }
+  // x, which the assembler does not know before this point: what depends on it stays behind the arrivals that
+  // give slots of K and V back. Else exponentials are moved up past them, and producers get the slots
+  // hundreds of cycles late (4 to 6% at head dim 128, more at the power limit).
+  JAXINFER_DEVICE float behind(float x) const {
+    asm volatile(
+        "{\n.reg .pred q;\nagain_%=: setp.ne.s32 q, %1, %2;\n@q bra done_%=;\nnanosleep.u32 32;\n"
+        "mov.b32 %0, %1;\nbra again_%=;\n"
+        "done_%=: }"
+        : "+f"(x)
+        : "r"(params_.num_tokens), "r"(-1)
+        : "memory");
+    return x;
+  }
 
   const AttentionParams& params_;
   const VariantOperands& operands_;
-  int cls_;
   char* memory_;
-  ConsumerState& state_;
-  ItemRows<Config::kPacked> rows_;
+  int number_;  // with fewer than three consumers
   WgmmaBarriers<Config> barriers_;
   int consumer_;
   RingCursor<Shared::kStages> k_slot_;

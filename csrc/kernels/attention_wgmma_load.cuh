@@ -1,110 +1,11 @@
-// Shared memory of the warpgroup kernel, and its producers: the warps that bring Q, K and V of a CTA's items
-// there, by the copy engine from contiguous caches (TMA) and from pages of whole swizzle patterns (page TMA),
-// else row by row (gather). The only header of the kernel that knows pages and layers. No math.
+// The producers of the warpgroup kernel: the warps that bring Q, K and V of a CTA's items to shared memory,
+// by the copy engine from contiguous caches (TMA) and from pages of whole swizzle patterns (page TMA), else
+// row by row (gather). The only header of the kernel that knows pages and layers. No math.
 #pragma once
 
-#include "kernels/sm90.cuh"
-#include "kernels/work.cuh"
+#include "kernels/attention_wgmma_shared.cuh"
 
 namespace jaxinfer {
-
-// What a warp of consumers keeps about its item. It lies in shared memory: registers are for the products.
-struct ConsumerState {
-  CursorState cursor;
-  uint32_t query_parity;
-  int kv_offset;  // position of the row's first KV token
-  int kv_begin;   // columns [kv_begin, kv_end) of the row's list
-  int kv_end;
-};
-
-// Columns that a query row sees, [begin, end): indices in the BSR row's list, or positions where the layout
-// gives them.
-struct ColumnRange {
-  int begin;
-  int end;
-};
-
-// Offsets in bytes. _wgmma_smem_bytes of jaxinfer/jit/tiles.py is the same sum.
-template <class Config>
-struct WgmmaShared {
-  static constexpr int kPanelsQk = (Config::kHeadDimQk + kPanelElements - 1) / kPanelElements;
-  static constexpr int kPanelsVo = (Config::kHeadDimVo + kPanelElements - 1) / kPanelElements;
-  static constexpr int kConsumers = Config::kTile / 64;  // warpgroups
-  static constexpr int kQueryPanel = Config::kTile * kPanelBytes;
-  static constexpr int kKvPanel = Config::kBlockKV * kPanelBytes;
-  static constexpr int kKBytes = kPanelsQk * kKvPanel;
-  static constexpr int kVBytes = kPanelsVo * kKvPanel;
-  static constexpr int kStages = Config::kStages;
-
-  static constexpr int kQuery = 0;
-  static constexpr int kK = kQuery + kPanelsQk * kQueryPanel;
-  static constexpr int kV = kK + kStages * kKBytes;
-  static constexpr int kRanges = kV + kStages * kVBytes;        // ColumnRange[tile]
-  static constexpr int kPresent = kRanges + Config::kTile * 8;  // uint4[stages]
-  static constexpr int kPositions = kPresent + kStages * 16;    // int[stages][block]
-  static constexpr int kBarriers = kPositions + kStages * Config::kBlockKV * 4;
-  static constexpr int kNumBarriers = 2 * kConsumers + 4 * kStages;
-  static constexpr int kConsumerStates = kBarriers + kNumBarriers * 8;  // ConsumerState[consumer warps]
-  static constexpr int kProducerStates =                                // CursorState[4]
-      kConsumerStates + 4 * kConsumers * static_cast<int>(sizeof(ConsumerState));
-  static constexpr int kBytes = (kProducerStates + 4 * static_cast<int>(sizeof(CursorState)) + 15) / 16 * 16;
-  static_assert(Config::kBlockKV % 16 == 0 && Config::kBlockKV <= 128, "columns of a block");
-  static_assert(Config::kNumThreads == kWarpgroupThreads * (kConsumers + 1), "a producer and the consumers");
-  // Per thread, as the launch deals them; a role that asks for more than is left waits for ever.
-  static constexpr int kCtas = kConsumers == 1 ? 2 : 1;  // of a multiprocessor
-  static constexpr int kRegisters = 65536 / (kCtas * Config::kNumThreads) / 8 * 8;
-  static_assert(Config::kProducerRegisters + kConsumers * Config::kConsumerRegisters <=
-                    (kConsumers + 1) * kRegisters,
-                "registers of all roles");
-  static_assert(Config::kSmemBytes == kBytes, "the tile table and the kernel disagree on shared memory");
-};
-
-// Addresses of the barriers. Full ones are completed by producers, empty ones by consumers, one arrival per
-// warp.
-template <class Config>
-struct WgmmaBarriers {
-  using Shared = WgmmaShared<Config>;
-  uint32_t first;
-
-  JAXINFER_DEVICE uint32_t query_full(int c) const { return first + 8 * c; }
-  JAXINFER_DEVICE uint32_t query_empty(int c) const { return first + 8 * (Shared::kConsumers + c); }
-  JAXINFER_DEVICE uint32_t k_full(int stage) const { return ring(0, stage); }
-  JAXINFER_DEVICE uint32_t k_empty(int stage) const { return ring(1, stage); }
-  JAXINFER_DEVICE uint32_t v_full(int stage) const { return ring(2, stage); }
-  JAXINFER_DEVICE uint32_t v_empty(int stage) const { return ring(3, stage); }
-
- private:
-  JAXINFER_DEVICE uint32_t ring(int which, int stage) const {
-    return first + 8 * (2 * Shared::kConsumers + which * Shared::kStages + stage);
-  }
-};
-
-// How blocks of KV tokens are cut out of an item: from `first` on, kBlockKV each, the last one first, because
-// the blocks that need masks are the last ones of a causal item.
-template <class Config>
-struct BlockRange {
-  int first;
-  int count;
-
-  JAXINFER_DEVICE explicit BlockRange(const Item& item) {
-    // A page box cannot begin inside of a swizzle pattern; columns before kv_begin are masked.
-    first = Config::kPageBox > 0 ? item.kv_begin & ~(Config::kPageBox - 1) : item.kv_begin;
-    count =
-        item.kv_end <= item.kv_begin ? 0 : (item.kv_end - first + Config::kBlockKV - 1) / Config::kBlockKV;
-  }
-  JAXINFER_DEVICE int begin(int i) const { return first + i * Config::kBlockKV; }
-};
-
-// The item of a cursor as this kernel runs it: a contiguous row ends where the cache does.
-template <class Config>
-JAXINFER_DEVICE Item bounded_item(const AttentionParams& params, const CursorState& state) {
-  Item item = state.item;
-  if constexpr (Config::kContiguous) {
-    const int64_t room = params.num_pages - item.table_begin;
-    if (item.kv_end > room) item.kv_end = max(item.kv_begin, static_cast<int>(max(room, int64_t{0})));
-  }
-  return item;
-}
 
 // Half of the producer warps bring K, the other half V: slots of K become free at other times than those of
 // V, and neither has to wait for the other's.
@@ -121,8 +22,9 @@ class WgmmaProducer {
       kGather ? Config::kBlockKV / 4 : Config::kBlockKV / (Config::kPageBox > 0 ? Config::kPageBox : 8);
   static_assert(!kGather || (kWarps == 2 && kLanes % 8 == 0), "rows of a gathering warp");
 
-  // How far apart pages and their tokens lie, in rows of one head: 32 bits count all rows that a GPU can
-  // hold, and one instruction makes an address of them.
+  // How far apart pages and their tokens lie, in rows of one head (gather) or in groups of eight rows, as
+  // boxes count them: 32 bits count all rows that a GPU can hold, and one instruction makes an address of
+  // them.
   struct RowSteps {
     uint32_t page;
     uint32_t token;
@@ -135,6 +37,25 @@ class WgmmaProducer {
 #pragma unroll
       for (int& x : id) x = -1;
     }
+  };
+
+  static constexpr int kBoxes =
+      kGather ? 0 : Config::kBlockKV / (Config::kPageBox > 0 ? Config::kPageBox : 8);
+  static constexpr int kMostBoxes = (kBoxes + kWarps - 1) / kWarps;  // of one warp
+  static constexpr int kGroups = kLanes / 4;                         // of four rows, of a part
+
+  // What is found of a block before its slot is free: from then on its consumers may wait for every
+  // instruction.
+  struct Block {
+    Pages pages;             // inside the pool, else negative
+    uint32_t there[kParts];  // columns (gather) or boxes that are there, as bits: for K
+    int position[kParts];    // of this lane's first row, where the layout gives positions: for K
+    // Where this lane's row (gather) or box lies, in RowSteps' units; contiguous: the block's first row.
+    uint32_t own[kParts];
+    bool all[kParts];  // all rows of a part are there (gather)
+    // `own` of other lanes: of the boxes that this warp copies, or of the rows of the first part that this
+    // lane does.
+    uint32_t others[kGather ? kGroups : kMostBoxes];
   };
 
  public:
@@ -168,9 +89,13 @@ class WgmmaProducer {
   // too: its place becomes free when the item before has used its last K, one product before that item's V.
   template <bool kKeys>
   JAXINFER_DEVICE void bring() {
-    ItemCursor<Config> cursor(params_, cls_, 1, state_);
+    int cls = cls_;
+    // Hidden: else what both roles make of it is made in front of them, and spilled.
+    if constexpr (Shared::kConsumers == 1) asm volatile("" : "+r"(cls));
+    ItemCursor<Config> cursor(params_, cls, 1, state_);
     RingCursor<Shared::kStages> slot(1);
-    uint32_t query_parity = 1;
+    const bool publishes = !kKeys && warp_ == 0;
+    int number = 0;  // of the item
     const RowSteps steps = kKeys ? row_steps(params_.k_strides, params_.head_dim_qk)
                                  : row_steps(params_.v_strides, params_.head_dim_vo);
     while (cursor.next()) {
@@ -178,25 +103,24 @@ class WgmmaProducer {
       const BlockRange<Config> blocks(item);
       // For all warps of the CTA: what starts an item would wait for it.
       if (kKeys && warp_ == 0) read_ahead(cursor.item_behind());
-      if (item.bsr_row < 0 || blocks.count == 0) continue;
+      if (publishes) publish(number++);
+      if (blocks.count == 0) continue;
       if (kKeys && warp_ == 0) read_rows_ahead();
       begin_item<kKeys>();
       const int last = blocks.begin(blocks.count - 1);
       Pages pages = look_up(last);
-      if (!kKeys && warp_ == 0) {
-        load_query(query_parity);
-        query_parity ^= 1;
-      }
       for (int begin = last; begin >= blocks.first; begin -= Config::kBlockKV) {
         // Page ids are read a block ahead: else every block would wait for them.
         const Pages next = begin > blocks.first ? look_up(begin - Config::kBlockKV) : Pages();
+        const Block block = prepare<kKeys>(begin, pages, steps);
         wait_barrier(kKeys ? barriers_.k_empty(slot.stage()) : barriers_.v_empty(slot.stage()),
                      slot.parity());
-        load<kKeys>(slot.stage(), begin, pages, steps);
+        load<kKeys>(slot.stage(), block);
         pages = next;
         slot.advance();
       }
     }
+    if (publishes) publish_end(number);
   }
 
   // Positions of the item's rows, for the consumers: when they come to the item, they have nothing else to
@@ -210,28 +134,76 @@ class WgmmaProducer {
     if (lane_ == 31) read_ahead(params_.kv_offset + state_.item.bsr_row);
   }
 
-  // Rows of a warpgroup by themselves where tokens do not straddle them, else the whole tile for all of them.
-  JAXINFER_DEVICE void load_query(uint32_t parity) {
-    const int group = Config::kPacked ? params_.group_divider.divisor : 1;
+  // The item and Q. Rows of a warpgroup by themselves where tokens do not straddle them, else the whole tile
+  // for all of them.
+  JAXINFER_DEVICE void publish(int number) {
+    const bool has_blocks = write_slot(number);
+    const int group = Config::kPacked ? forget(params_.group_divider.divisor) : 1;
     const int first_head = Config::kPacked ? state_.head * group : state_.head;
-    const bool split = (64 % group) == 0;
+    const bool split = has_split_query<Config>(params_);
     const int parts = split ? Shared::kConsumers : 1;
-    const int tokens = (split ? 64 : Config::kTile) / group;  // of a part
+    const int rows = split ? 64 : Config::kTile;
+    const int tokens = Config::kPacked ? params_.group_divider.divide(rows) : rows;  // of a part
     for (int c = 0; c < parts; ++c) {
-      for (int owner = c; owner < (split ? c + 1 : Shared::kConsumers); ++owner) {
-        wait_barrier(barriers_.query_empty(owner), parity);
-      }
+      wait_query_empty(c, split, number);
       if (elect_lane()) {
         const uint32_t full = barriers_.query_full(c);
-        arrive_expecting(full, Shared::kPanelsQk * tokens * group * kPanelBytes);
+        if (!has_blocks) {
+          arrive(full);
+        } else {
+          arrive_expecting(full, Shared::kPanelsQk * tokens * group * kPanelBytes);
 #pragma unroll
-        for (int p = 0; p < Shared::kPanelsQk; ++p) {
-          copy_box(shared_ + Shared::kQuery + p * Shared::kQueryPanel + c * 64 * kPanelBytes, &maps_.q, full,
-                   p * kPanelElements, first_head, state_.item.token_begin + c * tokens);
+          for (int p = 0; p < Shared::kPanelsQk; ++p) {
+            copy_box(shared_ + Shared::kQuery + p * Shared::kQueryPanel + c * 64 * kPanelBytes, &maps_.q,
+                     full, p * kPanelElements, first_head, state_.item.token_begin + c * tokens);
+          }
         }
       }
       __syncwarp();
     }
+  }
+  // Before anything is waited for: consumers that have left Q of the item two before this one have left what
+  // was in the slot. By one lane, that whose arrival publishes it. Returns whether the item has blocks.
+  JAXINFER_DEVICE bool write_slot(int number) const {
+    const Item item = bounded_item<Config>(params_, state_);
+    const BlockRange<Config> blocks(item);
+    if (elect_lane()) {
+      ItemSlot& slot = item_slot(number);
+      const int offset = blocks.count > 0 ? __ldg(params_.kv_offset + item.bsr_row) : 0;
+      const int* const from = reinterpret_cast<const int*>(&state_);
+      int* const to = reinterpret_cast<int*>(&slot.cursor);
+      constexpr int kWords = sizeof(Item) / 4 + 2;  // the item, its head and its pass
+#pragma unroll 5  // more at once would cost registers, fewer time: consumers may wait for this
+      for (int i = 0; i < kWords; ++i) to[i] = from[i];
+      slot.is_end = 0;
+      slot.num_blocks = blocks.count;
+      slot.first = blocks.first;
+      slot.kv_begin = item.kv_begin;
+      slot.kv_end = item.kv_end;
+      slot.kv_offset = offset;
+    }
+    __syncwarp();
+    return blocks.count > 0;
+  }
+  JAXINFER_DEVICE void publish_end(int number) {
+    const bool split = has_split_query<Config>(params_);
+    for (int c = 0; c < (split ? Shared::kConsumers : 1); ++c) {
+      wait_query_empty(c, split, number);
+      if (elect_lane()) {
+        if (c == 0) item_slot(number).is_end = 1;
+        arrive(barriers_.query_full(c));
+      }
+      __syncwarp();
+    }
+  }
+  // Until the owners of part c have left Q of the item before `number`.
+  JAXINFER_DEVICE void wait_query_empty(int c, bool split, int number) const {
+    for (int owner = c; owner < (split ? c + 1 : Shared::kConsumers); ++owner) {
+      wait_barrier(barriers_.query_empty(owner), ~number & 1);
+    }
+  }
+  JAXINFER_DEVICE ItemSlot& item_slot(int number) const {
+    return reinterpret_cast<ItemSlot*>(memory_ + Shared::kItems)[number % kItemSlots];
   }
 
   // What is known of an item is read where it is needed, from shared memory: registers are scarce here.
@@ -239,6 +211,10 @@ class WgmmaProducer {
     return Config::kPacked ? state_.head : params_.group_divider.divide(state_.head);
   }
   static JAXINFER_DEVICE RowSteps row_steps(const CacheStrides& strides, int head_dim) {
+    if constexpr (Shared::kBoxes) {
+      return RowSteps{
+          static_cast<uint32_t>(strides.page / kPatternRows) / static_cast<uint32_t>(strides.token), 0};
+    }
     const uint32_t chunks = static_cast<uint32_t>(head_dim) / 8;
     return RowSteps{static_cast<uint32_t>(strides.page / 8) / chunks,
                     static_cast<uint32_t>(strides.token / 8) / chunks};
@@ -264,10 +240,11 @@ class WgmmaProducer {
       limit_ = static_cast<int>(max(limit, int64_t{0}));
       table_ = params_.kv_indices + state_.item.table_begin;
     }
+    head_number_ = kv_head();
     if constexpr (kGather) {
       const CacheStrides& strides = kKeys ? params_.k_strides : params_.v_strides;
       head_ = static_cast<const char*>(kKeys ? params_.k : params_.v) + (lane_ & 7) * 16 +
-              (layer_ * strides.layer + kv_head() * strides.head) * 2;
+              (layer_ * strides.layer + head_number_ * strides.head) * 2;
       asm volatile("" : "+l"(head_));  // one sum: taken apart, every address would cost two more
     }
   }
@@ -291,82 +268,143 @@ class WgmmaProducer {
     return pages;
   }
 
+  // What `load` needs; slots are not touched yet.
   template <bool kKeys>
-  JAXINFER_DEVICE void load(int stage, int begin, Pages pages, RowSteps steps) const {
+  JAXINFER_DEVICE Block prepare(int begin, const Pages& pages, RowSteps steps) const {
+    Block block;
+    if constexpr (Config::kContiguous) {
+      block.own[0] = state_.item.table_begin + begin;
+    } else {
+      block.pages = pages;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        // Not where it was read: the comparison would wait for it.
+        if (static_cast<uint32_t>(pages.id[part]) >= num_pages_) block.pages.id[part] = -1;
+      }
+      if constexpr (kKeys) find_present(begin, &block);
+      if constexpr (kGather) {
+        find_rows(begin, steps, &block);
+      } else {
+        find_boxes(begin, steps, &block);
+      }
+    }
+    return block;
+  }
+
+  template <bool kKeys>
+  JAXINFER_DEVICE void load(int stage, const Block& block) const {
     constexpr int kPanels = kKeys ? Shared::kPanelsQk : Shared::kPanelsVo;
     constexpr int kBytes = kKeys ? Shared::kKBytes : Shared::kVBytes;
     const uint32_t to = shared_ + (kKeys ? Shared::kK : Shared::kV) + stage * kBytes;
     const uint32_t full = kKeys ? barriers_.k_full(stage) : barriers_.v_full(stage);
     const TensorMap* const map = kKeys ? &maps_.k : &maps_.v;
     if constexpr (Config::kContiguous) {
-      contiguous<kPanels>(to, map, full, begin);
+      contiguous<kPanels>(to, map, full, block);
+    } else if constexpr (kGather) {
+      if constexpr (kKeys) publish(stage, block);
+      gather<kPanels>(to, kKeys ? params_.head_dim_qk : params_.head_dim_vo, block);
+      // Here rather than in the consumers, where it would stand between them and their products.
+      wait_all_copies();
+      fence_tensor_proxy();
+      __syncwarp();
+      if (lane_ == 0) arrive(full);
     } else {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        // Not where it was read: the comparison would wait for it.
-        if (static_cast<uint32_t>(pages.id[part]) >= num_pages_) pages.id[part] = -1;
-      }
-      if constexpr (kKeys) describe(stage, begin, pages);
-      if constexpr (kGather) {
-        gather<kPanels>(to, steps, kKeys ? params_.head_dim_qk : params_.head_dim_vo, begin, pages);
-        // Here rather than in the consumers, where it would stand between them and their products.
-        wait_all_copies();
-        fence_tensor_proxy();
-        __syncwarp();
-        if (lane_ == 0) arrive(full);
-      } else {
-        boxes<kPanels>(to, map, full, begin, pages.id[0]);
-      }
+      if (kKeys && params_.block_pos != nullptr) publish_positions(stage, block);
+      boxes<kKeys>(to, map, full, block, stage);
     }
   }
 
   template <int kPanels>
-  JAXINFER_DEVICE void contiguous(uint32_t to, const TensorMap* map, uint32_t full, int begin) const {
+  JAXINFER_DEVICE void contiguous(uint32_t to, const TensorMap* map, uint32_t full,
+                                  const Block& block) const {
     if (elect_lane()) {
-      arrive_expecting(full, kPanels * Shared::kKvPanel);
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
-        copy_box(to + p * Shared::kKvPanel, map, full, p * kPanelElements, state_.item.table_begin + begin,
-                 kv_head(), layer_);
+        copy_box(to + p * Shared::kKvPanel, map, full, p * kPanelElements, static_cast<int>(block.own[0]),
+                 head_number_, layer_);
       }
+      arrive_expecting(full, kPanels * Shared::kKvPanel);
     }
     __syncwarp();
   }
 
-  // Boxes of kPageBox rows; the producer warps share them. A page that is not there is a coordinate outside
-  // of the tensor, which reads as zeros.
-  template <int kPanels>
-  JAXINFER_DEVICE void boxes(uint32_t to, const TensorMap* map, uint32_t full, int begin, int page) const {
-    constexpr int kBoxes = Config::kBlockKV / Config::kPageBox;
-    constexpr int kMost = (kBoxes + kWarps - 1) / kWarps;  // of one warp
-    const int first = warp_ * kMost;
-    const int count = min(kMost, kBoxes - first);
-    if (elect_lane()) arrive_expecting(full, count * kPanels * Config::kPageBox * kPanelBytes);
-    __syncwarp();
-    const int head = kv_head();
-    const int lane_row = in_page(lane_index(begin, 0));
-#pragma unroll(kPanels > 2 ? 1 : kMost)  // for registers
-    for (int j = 0; j < kMost; ++j) {
-      const int box = first + j;
-      const int box_page = __shfl_sync(kFullWarp, page < 0 ? kOutside : page, box & 31);
-      const int row = __shfl_sync(kFullWarp, lane_row, box & 31);
-      if (kBoxes % kWarps != 0 && j >= count) break;
-      if (elect_lane()) {
+  // Where this lane's box lies, counted in groups of eight rows, and where those of this warp do. A page that
+  // is not there is a coordinate outside of the tensor, which reads as zeros.
+  JAXINFER_DEVICE void find_boxes(int begin, RowSteps steps, Block* block) const {
+    const uint32_t page =
+        static_cast<uint32_t>(block->pages.id[0]) + static_cast<uint32_t>(layer_) * num_pages_;
+    const uint32_t place = page * steps.page + in_page(lane_index(begin, 0)) / kPatternRows;
+    block->own[0] = block->pages.id[0] < 0 ? kOutside : place;
 #pragma unroll
-        for (int p = 0; p < kPanels; ++p) {
-          copy_box(to + p * Shared::kKvPanel + box * Config::kPageBox * kPanelBytes, map, full,
-                   p * kPanelElements, row, head, box_page, layer_);
+    for (int j = 0; j < kMostBoxes; ++j)
+      block->others[j] = __shfl_sync(kFullWarp, block->own[0], (warp_ * kMostBoxes + j) & 31);
+  }
+
+  // Boxes of kPageBox rows and all panels; the producer warps share them.
+  template <bool kKeys>
+  JAXINFER_DEVICE void boxes(uint32_t to, const TensorMap* map, uint32_t full, const Block& block,
+                             int stage) const {
+    constexpr int kPanels = kKeys ? Shared::kPanelsQk : Shared::kPanelsVo;
+    constexpr int kPatterns = Config::kPageBox / kPatternRows;
+    constexpr int kBoxBytes = kPanels * Config::kPageBox * kPanelBytes;
+    const int first = warp_ * kMostBoxes;
+    const int count = min(kMostBoxes, kBoxes - first);
+    // Of padded head dims the panels come by themselves, eight rows at a time: see encode_cache().
+    const bool whole = (kKeys ? params_.head_dim_qk : params_.head_dim_vo) == kPanels * kPanelElements;
+    if (elect_lane()) {
+      // The copies first: they are waited for. Bytes may land before they are announced, as this warp's
+      // arrival is still to come.
+      if (whole) {
+#pragma unroll
+        for (int j = 0; j < kMostBoxes; ++j) {
+          if (kBoxes % kWarps == 0 || j < count)
+            copy_box(to + (first + j) * kBoxBytes, map, full, 0, 0, 0, static_cast<int>(block.others[j]),
+                     head_number_);
         }
       }
-      __syncwarp();
+      if (kKeys && warp_ == 0) store_present(stage, block.there[0]);
+      arrive_expecting(full, count * kBoxBytes);
     }
+    __syncwarp();
+    if (!whole) {
+#pragma unroll 1
+      for (int j = 0; j < count * kPatterns; ++j) {
+        const int row =
+            static_cast<int>(__shfl_sync(kFullWarp, block.own[0], first + j / kPatterns)) + j % kPatterns;
+        if (elect_lane()) {
+#pragma unroll
+          for (int p = 0; p < kPanels; ++p) {
+            copy_box(to + ((first * kPatterns + j) * kPanels + p) * kPatternBytes, map, full,
+                     p * kPanelElements, 0, row, head_number_);
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // Which row of the cache this lane's row of a part is, counted in rows of one head; and those that it
+  // copies.
+  JAXINFER_DEVICE void find_rows(int begin, RowSteps steps, Block* block) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int page = block->pages.id[part];
+      block->own[part] = static_cast<uint32_t>(page) * steps.page +
+                         static_cast<uint32_t>(in_page(lane_index(begin, part))) * steps.token;
+      block->all[part] = __all_sync(kFullWarp, page >= 0 || !has_place());
+    }
+    shuffle_rows(block->own[0], block->others);
+  }
+
+  static JAXINFER_DEVICE void shuffle_rows(uint32_t own, uint32_t (&rows)[kGroups]) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) rows[g] = __shfl_sync(kFullWarp, own, g, 8);
   }
 
   // Each lane knows the place of one row of a part; eight lanes copy a row, 128 bytes at a time. Rows that
   // are not there and chunks beyond the true head dim become zeros.
   template <int kPanels>
-  JAXINFER_DEVICE void gather(uint32_t to, RowSteps steps, int head_dim, int begin,
-                              const Pages& pages) const {
+  JAXINFER_DEVICE void gather(uint32_t to, int head_dim, const Block& block) const {
     const int column = lane_ & 7;
     const int quarter = lane_ >> 3;  // the row of four that this lane helps to copy
     // Even and odd groups of four rows differ in one bit of the swizzle.
@@ -374,11 +412,6 @@ class WgmmaProducer {
     const uint32_t odd = even ^ 64;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      constexpr int kGroups = kLanes / 4;
-      const int page = pages.id[part];
-      // Which row of the cache this lane's row is, counted in rows of one head.
-      const uint32_t row = static_cast<uint32_t>(page) * steps.page +
-                           static_cast<uint32_t>(in_page(lane_index(begin, part))) * steps.token;
       const auto copy = [&](int g, uint32_t from, uint32_t there) {
         const char* const source = head_ + uint64_t{from} * static_cast<uint32_t>(head_dim * 2);
         const uint32_t at = (g % 2 == 0 ? even : odd) + (part * kLanes + g * 4) * kPanelBytes;
@@ -387,17 +420,21 @@ class WgmmaProducer {
           copy_row_async(at + p * Shared::kKvPanel, source + p * kPanelBytes, there > p * 8);
         }
       };
-      if (__all_sync(kFullWarp, page >= 0 || !has_place()) && head_dim == kPanels * kPanelElements) {
+      if (block.all[part] && head_dim == kPanels * kPanelElements) {
         uint32_t rows[kGroups];
+        if (part == 0) {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) rows[g] = __shfl_sync(kFullWarp, row, g, 8);
+          for (int g = 0; g < kGroups; ++g) rows[g] = block.others[g];
+        } else {
+          shuffle_rows(block.own[part], rows);
+        }
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) copy(g, rows[g], kFullWarp);
       } else {
 #pragma unroll 2
         for (int g = 0; g < kGroups; ++g) {
-          const bool there = __shfl_sync(kFullWarp, page, g, 8) >= 0;
-          const uint32_t from = __shfl_sync(kFullWarp, row, g, 8);
+          const bool there = __shfl_sync(kFullWarp, block.pages.id[part], g, 8) >= 0;
+          const uint32_t from = __shfl_sync(kFullWarp, block.own[part], g, 8);
           copy(g, there ? from : 0, there ? max(head_dim / 8 - column, 0) : 0);
         }
       }
@@ -405,57 +442,64 @@ class WgmmaProducer {
   }
 
   // Which columns of a block are there, as bits, and their positions where the layout gives them.
-  JAXINFER_DEVICE void describe(int stage, int begin, const Pages& pages) const {
-    uint32_t* const words = reinterpret_cast<uint32_t*>(memory_ + Shared::kPresent) + stage * 4;
-    int* const positions = reinterpret_cast<int*>(memory_ + Shared::kPositions) + stage * Config::kBlockKV;
+  JAXINFER_DEVICE void find_present(int begin, Block* block) const {
     const bool has_positions = params_.block_pos != nullptr;
-    uint32_t there[kParts];
-    int position[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int index = lane_index(begin, part);
-      const bool known = pages.id[part] >= 0;
+      const bool known = block->pages.id[part] >= 0;
       // Columns behind the item's last one are left to the ranges, which cost less.
       int there_too = known || index >= state_.item.kv_end;
+      uint32_t& there = block->there[part];
       if constexpr (kGather) {
-        there[part] = __ballot_sync(kFullWarp, there_too || !has_place());
-        if (there[part] != kFullWarp) {  // from the order of lanes to that of rows
-          there[part] =
-              __ballot_sync(kFullWarp, __shfl_sync(kFullWarp, there_too, (lane_ & 3) * 8 + (lane_ >> 2)));
+        there = __ballot_sync(kFullWarp, there_too || !has_place());
+        if (there != kFullWarp) {  // from the order of lanes to that of rows
+          there = __ballot_sync(kFullWarp, __shfl_sync(kFullWarp, there_too, (lane_ & 3) * 8 + (lane_ >> 2)));
         }
       } else {
-        there[part] = __ballot_sync(kFullWarp, there_too);
+        there = __ballot_sync(kFullWarp, there_too);
       }
-      position[part] = 0;
+      block->position[part] = 0;
       if (has_positions && known) {
-        position[part] = in_page(index) + __ldg(params_.block_pos + int64_t{state_.item.table_begin} +
-                                                params_.page_divider.divide(index));
+        block->position[part] = in_page(index) + __ldg(params_.block_pos + int64_t{state_.item.table_begin} +
+                                                       params_.page_divider.divide(index));
       }
     }
-    if constexpr (kGather) {
+  }
+  JAXINFER_DEVICE int* positions(int stage) const {
+    return reinterpret_cast<int*>(memory_ + Shared::kPositions) + stage * Config::kBlockKV;
+  }
+  // Both before the arrival of a lane of the same warp.
+  JAXINFER_DEVICE void publish(int stage, const Block& block) const {
+    uint32_t* const words = reinterpret_cast<uint32_t*>(memory_ + Shared::kPresent) + stage * 4;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int word = warp_ * kParts + part;
-        if (lane_ == 0) words[word] = there[part] | (kLanes < 32 ? ~0u << (kLanes & 31) : 0u);
-        if (has_positions && has_place()) positions[word * kLanes + row_of(lane_)] = position[part];
-      }
-    } else if (warp_ == 0) {
-      constexpr int kPerWord = 32 / Config::kPageBox;
-      const uint32_t boxes = there[0] | ~0u << (Config::kBlockKV / Config::kPageBox);
-      // The lane that announces the bytes of K, so that its own arrival publishes the words: racecheck
-      // follows a barrier from the threads that arrive, not through a __syncwarp before.
-      if (elect_lane()) {
-        *reinterpret_cast<uint4*>(words) =
-            make_uint4(box_rows(boxes), box_rows(boxes >> kPerWord), box_rows(boxes >> 2 * kPerWord),
-                       box_rows(boxes >> 3 * kPerWord));
-      }
-      if (has_positions && lane_ < kLanes) {
-        for (int r = 0; r < Config::kPageBox; ++r) {
-          positions[lane_ * Config::kPageBox + r] = position[0] + r;
-        }
+    for (int part = 0; part < kParts; ++part) {
+      const int word = warp_ * kParts + part;
+      if (lane_ == 0) words[word] = block.there[part] | (kLanes < 32 ? ~0u << (kLanes & 31) : 0u);
+      if (params_.block_pos != nullptr && has_place())
+        positions(stage)[word * kLanes + row_of(lane_)] = block.position[part];
+    }
+  }
+  JAXINFER_DEVICE void publish_positions(int stage, const Block& block) const {
+    if (warp_ == 0 && lane_ < kLanes) {
+      for (int r = 0; r < Config::kPageBox; ++r) {
+        positions(stage)[lane_ * Config::kPageBox + r] = block.position[0] + r;
       }
     }
     __syncwarp();  // what other lanes wrote comes before the arrival of the one that publishes it
+  }
+  // By the lane that announces the bytes of K, so that its own arrival publishes the words: racecheck
+  // follows a barrier from the threads that arrive, not through a __syncwarp before.
+  JAXINFER_DEVICE void store_present(int stage, uint32_t there) const {
+    uint4* const words = reinterpret_cast<uint4*>(memory_ + Shared::kPresent) + stage;
+    constexpr int kPerWord = 32 / Config::kPageBox;
+    const uint32_t boxes = there | ~0u << (Config::kBlockKV / Config::kPageBox);
+    if (boxes == ~0u) {
+      *words = make_uint4(~0u, ~0u, ~0u, ~0u);
+    } else {
+      *words = make_uint4(box_rows(boxes), box_rows(boxes >> kPerWord), box_rows(boxes >> 2 * kPerWord),
+                          box_rows(boxes >> 3 * kPerWord));
+    }
   }
   // A word of rows from the lowest bits of `boxes`, each kPageBox times: copies of all bits, every one so far
   // up that its own bit of them stands at its first row. One lane makes four words, so a loop would cost.
@@ -467,7 +511,7 @@ class WgmmaProducer {
     return (bits * kCopies & kFirstRows) * ((1u << Config::kPageBox) - 1);
   }
 
-  static constexpr int kOutside = 1 << 30;  // more pages than any cache has
+  static constexpr uint32_t kOutside = 1u << 30;  // more groups of rows than any cache has
 
   const AttentionParams& params_;
   int cls_;
@@ -483,7 +527,8 @@ class WgmmaProducer {
   // Of the item:
   int limit_;             // columns of the row's list before this one have pages
   const int32_t* table_;  // the row's pages
-  const char* head_;      // where this lane's chunk of row 0 of the KV head lies (gather)
+  int head_number_;
+  const char* head_;  // where this lane's chunk of row 0 of the KV head lies (gather)
 };
 
 }  // namespace jaxinfer

@@ -8,6 +8,27 @@
 
 namespace jaxinfer {
 
+// The empty state in the partial slots of an item, by all threads of Config.
+template <class Config, class Variant>
+JAXINFER_DEVICE void write_empty_partial(const AttentionParams& params, const Item& item, int head) {
+  const int group_size = params.group_divider.divisor;
+  const int first_head = Config::kPacked ? head * group_size : head;
+  const int num_heads = Config::kPacked ? group_size : 1;
+  const int tokens = item.flags & 0xffff;
+  for (int t = 0; t < tokens; ++t) {
+    const int64_t row = int64_t{item.out + t} * params.num_qo_heads + first_head;
+    // The heads of a token are neighbours.
+    float* const o = params.partial_o + row * params.head_dim_vo;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_heads * params.head_dim_vo; i += Config::kNumThreads) o[i] = 0.0f;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_heads; i += Config::kNumThreads) {
+      if constexpr (Variant::kSoftmax) params.partial_max[row + i] = -infinity();
+      if constexpr (kFindsEmpty<Variant>) params.partial_sum[row + i] = 0.0f;
+    }
+  }
+}
+
 // Consumer knows its item and its rows; softmax and o are those of this thread.
 template <class Config, class Variant, class Consumer>
 class WgmmaStore {
@@ -22,50 +43,51 @@ class WgmmaStore {
 
   // lse of this thread's rows, or the sums of a partial state.
   JAXINFER_DEVICE void write_sums() {
-    const bool final = consumer_.item().out < 0;
-    const auto& rows = consumer_.rows();
+    const auto rows = consumer_.rows();
+    const Item& item = consumer_.item();
+    final_ = item.out < 0;
+    const int first = final_ ? item.token_begin : item.out;  // among the tokens, or the slots
+    const int num_rows = rows.num_rows();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = consumer_.tile_row(r);
-      const bool writes = i < rows.num_rows() && (consumer_.lane() & 3) == 0;
+      real_[r] = i < num_rows;
+      place_[r] = int64_t{first + rows.token(i)} * params_.num_qo_heads + rows.qo_head(i);
+      const bool writes = real_[r] && (consumer_.lane() & 3) == 0;
       const float l = kFindsEmpty<Variant> ? quad_sum(softmax_.l[r]) : 1.0f;
       empty_[r] = l == 0.0f;
       inverse_[r] = 1.0f;
       if constexpr (Variant::kSoftmax) {
         const float m = softmax_.m[r];
         const float largest = empty_[r] ? -infinity() : m * consumer_.fragment_scale();
-        if (final) {
+        if (final_) {
           // A row that saw nothing has o = 0 exactly, whatever its sums hold.
-          inverse_[r] = empty_[r] ? 0.0f : 1.0f / l;
-          if (writes) params_.lse[place(r)] = natural_lse(largest, l);
+          inverse_[r] = empty_[r] ? 0.0f : reciprocal(l);
+          if (writes) params_.lse[place_[r]] = natural_lse(largest, l);
         } else {
           if (!empty_[r]) {
             inverse_[r] = partial_factor(m, consumer_.scale(), consumer_.fragment_scale(), largest);
           }
           if (writes) {
-            params_.partial_max[place(r)] = largest;
-            params_.partial_sum[place(r)] = l * inverse_[r];
+            params_.partial_max[place_[r]] = largest;
+            params_.partial_sum[place_[r]] = l * inverse_[r];
           }
         }
       } else if constexpr (kFindsEmpty<Variant>) {
-        if (writes && !final) params_.partial_sum[place(r)] = l;
+        if (writes && !final_) params_.partial_sum[place_[r]] = l;
       }
     }
   }
 
   // This thread's rows of o, final or partial ones in float32.
   JAXINFER_DEVICE void write_output() const {
-    const bool final = consumer_.item().out < 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = consumer_.tile_row(r);
       // The four lanes of a row stay together.
-      const bool real = i < consumer_.rows().num_rows();
-      const int64_t at = real ? place(r) : 0;
-      if (final) {
-        store_final(r, i, real, at);
-      } else if (real) {
-        float* const to = params_.partial_o + at * params_.head_dim_vo + 2 * (consumer_.lane() & 3);
+      if (final_) {
+        store_final(r);
+      } else if (real_[r]) {
+        float* const to = params_.partial_o + place_[r] * params_.head_dim_vo + 2 * (consumer_.lane() & 3);
 #pragma unroll
         for (int j = 0; j < kPieces; ++j) {
           if (8 * j < params_.head_dim_vo) {
@@ -78,19 +100,13 @@ class WgmmaStore {
   }
 
  private:
-  // Of row r of this thread among the rows of all tokens, or of all slots.
-  JAXINFER_DEVICE int64_t place(int r) const {
-    const auto& rows = consumer_.rows();
-    const int i = consumer_.tile_row(r);
-    const int64_t first = consumer_.item().out < 0 ? consumer_.item().token_begin : consumer_.item().out;
-    return (first + rows.token(i)) * params_.num_qo_heads + rows.qo_head(i);
-  }
   // One row of o. Four lanes hold two columns each of every piece of eight; they exchange them so that each
   // writes 16 bytes at once.
-  JAXINFER_DEVICE void store_final(int r, int i, bool real, int64_t at) const {
+  JAXINFER_DEVICE void store_final(int r) const {
     const int quarter = consumer_.lane() & 3;
-    uint16_t* const to = static_cast<uint16_t*>(params_.o) + at * params_.head_dim_vo + 8 * quarter;
-    const Row row = Variant::kOutput && real ? consumer_.make_row(i) : Row{};
+    const bool real = real_[r];
+    uint16_t* const to = static_cast<uint16_t*>(params_.o) + place_[r] * params_.head_dim_vo + 8 * quarter;
+    const Row row = Variant::kOutput && real ? consumer_.make_row(consumer_.tile_row(r)) : Row{};
 #pragma unroll
     for (int j = 0; j < kPieces; j += 4) {
       uint32_t x[4];
@@ -127,7 +143,10 @@ class WgmmaStore {
   const Consumer& consumer_;
   const SoftmaxState<2>& softmax_;
   const float (&o_)[4 * kPieces];
+  bool final_;        // not a partial state
+  bool real_[2];      // rows of the item
   bool empty_[2];     // rows that saw nothing
+  int64_t place_[2];  // of the rows among those of all tokens, or of all slots
   float inverse_[2];  // of the rows' sums
 };
 

@@ -26,13 +26,13 @@ class WgmmaWeights {
   JAXINFER_DEVICE const SoftmaxState<2>& state() const { return state_; }
   JAXINFER_DEVICE void clear() { state_.clear(); }
 
-  // Weighs an item's first block.
-  JAXINFER_DEVICE void first(Scores& s, float scale, Packed& p) {
+  // Weighs an item's first block. narrow: nothing is seen of its second half, which gets no weights.
+  JAXINFER_DEVICE void first(Scores& s, float scale, Packed& p, bool narrow) {
     float factor[2], shift[2];
     const bool stays[2] = {false, false};
-    change_maxima(s, scale, stays, factor, shift);
+    change_maxima(s, scale, stays, factor, shift, narrow);
     state_.l[0] = state_.l[1] = 0.0f;
-    weigh<0>(s, scale, shift, p, state_.l);
+    weigh<0>(s, scale, shift, p, state_.l, narrow);
   }
 
   // Without softmax, scores are the weights.
@@ -61,7 +61,7 @@ class WgmmaWeights {
     float sums[2] = {sums_[0], sums_[1]};
 #pragma unroll
     for (int i = 0; i < 2 * kEarly; ++i) p[i] = Type::pack_pair(early_[2 * i], early_[2 * i + 1]);
-    weigh<kEarly>(s, scale, shift_, p, sums);
+    weigh<kEarly>(s, scale, shift_, p, sums, false);
     if (!__all_sync(kFullWarp, sums[0] <= kLargestSum && sums[1] <= kLargestSum)) {
       // Whether a row's maximum changes depends on the row alone, so that its bits do not depend on who
       // shares its warp.
@@ -72,9 +72,9 @@ class WgmmaWeights {
         stays[r] = (__ballot_sync(kFullWarp, sums[r] <= kLargestSum) >> first_lane & 15) == 15;
       }
       float factor[2], shift[2];
-      change_maxima(s, scale, stays, factor, shift);
+      change_maxima(s, scale, stays, factor, shift, false);
       sums[0] = sums[1] = 0.0f;
-      weigh<0>(s, scale, shift, p, sums);
+      weigh<0>(s, scale, shift, p, sums, false);
 #pragma unroll
       for (int i = 0; i < 4 * kPieces; ++i) o[i] *= factor[i >> 1 & 1];
     }
@@ -83,12 +83,24 @@ class WgmmaWeights {
   }
 
  private:
-  // From piece kFirst on; adds to this thread's shares of the sums.
+  // From piece kFirst on, of the first half; adds to this thread's shares of the sums.
   template <int kFirst>
   static JAXINFER_DEVICE void weigh(const Scores& s, float scale, const float (&shift)[2], Packed& p,
-                                    float (&sums)[2]) {
+                                    float (&sums)[2], bool narrow) {
+    weigh_pairs<2 * kFirst, kColumns>(s, scale, shift, p, sums);
+    if (!narrow) {
+      weigh_pairs<kColumns, 2 * kColumns>(s, scale, shift, p, sums);
+    } else {
+      // As they are, whatever that is: no product reads them.
 #pragma unroll
-    for (int i = 2 * kFirst; i < 2 * kColumns; ++i) {
+      for (int i = kColumns; i < 2 * kColumns; ++i) asm volatile("" : "=r"(p[i]));
+    }
+  }
+  template <int kFirst, int kEnd>
+  static JAXINFER_DEVICE void weigh_pairs(const Scores& s, float scale, const float (&shift)[2], Packed& p,
+                                          float (&sums)[2]) {
+#pragma unroll
+    for (int i = kFirst; i < kEnd; ++i) {
       const int r = i & 1;
       const float first = exp2_fast(fmaf(s[2 * i], scale, -shift[r]));
       const float second = exp2_fast(fmaf(s[2 * i + 1], scale, -shift[r]));
@@ -102,14 +114,14 @@ class WgmmaWeights {
   // Then what was summed up before must be multiplied by factor[r], and exponents of this block subtract
   // shift[r].
   JAXINFER_DEVICE void change_maxima(Scores& s, float scale, const bool (&stays)[2], float (&factor)[2],
-                                     float (&shift)[2]) {
+                                     float (&shift)[2], bool narrow) {
     bool huge = false;
+    float maxima[2] = {s[0], s[2]};
+    raise<0, kColumns / 2>(s, maxima);
+    if (!narrow) raise<kColumns / 2, kColumns>(s, maxima);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float m = s[2 * r];
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) m = fmaxf(m, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      m = quad_max(m);
+      float m = quad_max(maxima[r]);
       const float earlier = state_.m[r];
       m = stays[r] ? earlier : fmaxf(earlier, m);
       const float base = row_base(m, scale);
@@ -132,6 +144,16 @@ class WgmmaWeights {
           s[4 * j + 2 * r + 1] -= base;
         }
       }
+    }
+  }
+
+  // To the largest scores of pieces [kFirst, kEnd).
+  template <int kFirst, int kEnd>
+  static JAXINFER_DEVICE void raise(const Scores& s, float (&maxima)[2]) {
+#pragma unroll
+    for (int j = kFirst; j < kEnd; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) maxima[r] = fmaxf(maxima[r], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
     }
   }
 

@@ -9,6 +9,8 @@ namespace jaxinfer {
 constexpr int kWarpgroupThreads = 128;
 constexpr int kPanelBytes = 128;    // one row of a panel: 64 elements, what one swizzle pattern spans
 constexpr int kPanelElements = 64;  // of 16 bits
+constexpr int kPatternRows = 8;
+constexpr int kPatternBytes = kPatternRows * kPanelBytes;
 
 // ---- transaction barriers (mbarrier) ----
 // A barrier completes a phase when `count` arrivals and all announced bytes are in. Waiters name the parity
@@ -24,6 +26,15 @@ JAXINFER_DEVICE void publish_barriers() {
 JAXINFER_DEVICE void arrive(uint32_t barrier) {
   injected_delay();
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Without a branch, which a warp would have to join behind.
+JAXINFER_DEVICE void arrive_if(bool arrives, uint32_t barrier) {
+  injected_delay();
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n}" ::
+          "r"(barrier),
+      "r"(static_cast<uint32_t>(arrives))
+      : "memory");
 }
 // Arrives, and announces bytes that copies will deliver.
 JAXINFER_DEVICE void arrive_expecting(uint32_t barrier, int bytes) {
@@ -143,10 +154,12 @@ JAXINFER_DEVICE uint32_t panel_offset(int row, int chunk) {
 
 // Descriptor of a matrix in 128-byte swizzled panels: the lower half, in units of 16 bytes its address and
 // the bytes between panels (`panel_stride`, read only where one instruction spans several: V), and the upper
-// half, which is the same for all: the 1024 bytes of eight rows, and the swizzle.
+// half, known when the kernel is compiled: the bytes between patterns of a panel, and the swizzle.
 JAXINFER_DEVICE uint32_t matrix_descriptor(uint32_t address, int panel_stride) {
   return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(panel_stride >> 4) << 16;
 }
-constexpr uint32_t kDescriptorHigh = 1024 >> 4 | 1u << 30;
+constexpr uint32_t descriptor_high(int pattern_stride) {
+  return static_cast<uint32_t>(pattern_stride) >> 4 | 1u << 30;
+}
 
 }  // namespace jaxinfer

@@ -77,49 +77,52 @@ struct Wgmma;
 // c = a b, or c += a b where `accumulate` is not 0. shared: a and b from shared memory, both with the summed
 // dimension in their rows' direction (Q and K). registers: a from registers, b with its columns in that
 // direction (P and V). Matrices in shared memory are given by the lower half of their descriptors: sums of 64
-// bits would go through the registers of every thread.
-#define JAXINFER_WGMMA(N, REGISTERS, I0, I1, I2, I3, I4, I5)                                            \
+// bits would go through the registers of every thread. kPattern: bytes between the patterns of a panel of b;
+// those of a follow each other.
+#define JAXINFER_WGMMA(N, REGISTERS, I0, I1, I2, I3, I4, I5, I6)                                        \
   template <>                                                                                           \
   struct Wgmma<N> {                                                                                     \
-    template <DType kType>                                                                              \
+    template <DType kType, int kPattern>                                                                \
     static JAXINFER_DEVICE void shared(float (&c)[REGISTERS], uint32_t a, uint32_t b, int accumulate) { \
       if constexpr (kType == DType::kBF16) {                                                            \
-        JAXINFER_WGMMA_SHARED(N, REGISTERS, "bf16", I0, I1, I2, I3);                                    \
+        JAXINFER_WGMMA_SHARED(N, REGISTERS, "bf16", I0, I1, I2, I3, I4);                                \
       } else {                                                                                          \
-        JAXINFER_WGMMA_SHARED(N, REGISTERS, "f16", I0, I1, I2, I3);                                     \
+        JAXINFER_WGMMA_SHARED(N, REGISTERS, "f16", I0, I1, I2, I3, I4);                                 \
       }                                                                                                 \
     }                                                                                                   \
-    template <DType kType>                                                                              \
+    template <DType kType, int kPattern>                                                                \
     static JAXINFER_DEVICE void registers(float (&c)[REGISTERS], uint32_t a0, uint32_t a1, uint32_t a2, \
-                                          uint32_t a3, uint32_t b) {                                    \
+                                          uint32_t a3, uint32_t b, int accumulate) {                    \
       if constexpr (kType == DType::kBF16) {                                                            \
-        JAXINFER_WGMMA_REGISTERS(N, REGISTERS, "bf16", I0, I1, I2, I3, I4, I5);                         \
+        JAXINFER_WGMMA_REGISTERS(N, REGISTERS, "bf16", I0, I1, I2, I3, I4, I5, I6);                     \
       } else {                                                                                          \
-        JAXINFER_WGMMA_REGISTERS(N, REGISTERS, "f16", I0, I1, I2, I3, I4, I5);                          \
+        JAXINFER_WGMMA_REGISTERS(N, REGISTERS, "f16", I0, I1, I2, I3, I4, I5, I6);                      \
       }                                                                                                 \
     }                                                                                                   \
   }
-#define JAXINFER_WGMMA_SHARED(N, REGISTERS, TYPE, A, B, P, H)                                           \
-  asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %" #P ", 0; mov.b64 a, {%" #A ", %" #H    \
-               "}; mov.b64 b, {%" #B ", %" #H "}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-               "." TYPE " {" JAXINFER_TEXT_##REGISTERS "}, a, b, p, 1, 1, 0, 0;}"                       \
-               : JAXINFER_OPERANDS_##REGISTERS                                                          \
-               : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh))
-#define JAXINFER_WGMMA_REGISTERS(N, REGISTERS, TYPE, A0, A1, A2, A3, B, H)                           \
-  asm volatile("{.reg .b64 b; mov.b64 b, {%" #B ", %" #H "}; wgmma.mma_async.sync.aligned.m64n" #N   \
-               "k16.f32." TYPE "." TYPE " {" JAXINFER_TEXT_##REGISTERS "}, {%" #A0 ",%" #A1 ",%" #A2 \
-                                                                       ",%" #A3 "}, b, 1, 1, 1, 1;}" \
-               : JAXINFER_OPERANDS_##REGISTERS                                                       \
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "n"(kDescriptorHigh))
+#define JAXINFER_WGMMA_SHARED(N, REGISTERS, TYPE, A, B, P, HA, HB)                                       \
+  asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %" #P ", 0; mov.b64 a, {%" #A ", %" #HA    \
+               "}; mov.b64 b, {%" #B ", %" #HB "}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" JAXINFER_TEXT_##REGISTERS "}, a, b, p, 1, 1, 0, 0;}"                        \
+               : JAXINFER_OPERANDS_##REGISTERS                                                           \
+               : "r"(a), "r"(b), "r"(accumulate), "n"(descriptor_high(kPatternBytes)),                   \
+                 "n"(descriptor_high(kPattern)))
+#define JAXINFER_WGMMA_REGISTERS(N, REGISTERS, TYPE, A0, A1, A2, A3, B, P, H)                             \
+  asm volatile("{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %" #P ", 0; mov.b64 b, {%" #B ", %" #H         \
+               "}; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                         \
+               " {" JAXINFER_TEXT_##REGISTERS "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, b, p, 1, 1, 1;}" \
+               : JAXINFER_OPERANDS_##REGISTERS                                                            \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(accumulate),                             \
+                 "n"(descriptor_high(kPattern)))
 
-JAXINFER_WGMMA(32, 16, 16, 17, 18, 19, 20, 21);
-JAXINFER_WGMMA(64, 32, 32, 33, 34, 35, 36, 37);
-JAXINFER_WGMMA(80, 40, 40, 41, 42, 43, 44, 45);
-JAXINFER_WGMMA(96, 48, 48, 49, 50, 51, 52, 53);
-JAXINFER_WGMMA(112, 56, 56, 57, 58, 59, 60, 61);
-JAXINFER_WGMMA(128, 64, 64, 65, 66, 67, 68, 69);
-JAXINFER_WGMMA(192, 96, 96, 97, 98, 99, 100, 101);
-JAXINFER_WGMMA(256, 128, 128, 129, 130, 131, 132, 133);
+JAXINFER_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22);
+JAXINFER_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38);
+JAXINFER_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46);
+JAXINFER_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54);
+JAXINFER_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62);
+JAXINFER_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70);
+JAXINFER_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102);
+JAXINFER_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134);
 
 #undef JAXINFER_WGMMA
 #undef JAXINFER_WGMMA_SHARED

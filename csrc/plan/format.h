@@ -68,7 +68,7 @@ struct ClassFormat {
   // limited by reading K and V (queue w / heads, head w % heads: the heads of a queue run in lockstep). A
   // tile of 128 that holds one packed token has nothing to reuse K and V for, so it counts as memory-bound.
   constexpr bool is_compute_bound(int32_t group_size) const {
-    return tile == 192 || (tile == 128 && tokens_per_tile(group_size) > 1);
+    return tile == 192 || (tile == 128 && (!packed || 2 * group_size <= tile));  // no division: kernels ask
   }
 };
 

@@ -96,8 +96,9 @@ _WARP_STATE = 136
 # 232 (two consumers), 152 or 160 (three) is for addresses and what is in flight between the products. All found by
 # compiling.
 _WGMMA_REGISTERS = {128: (188, 0, 12, 36), 192: (128, 12, 24, 36)}
-# sizeof of ConsumerState and CursorState of the kernel.
-_CONSUMER_STATE = 68
+# sizeof of ItemSlot and CursorState of the kernel, and how many items it has slots for.
+_ITEM_SLOT = 76
+_ITEM_SLOTS = 4
 _CURSOR_STATE = 52
 
 _KB = 1024
@@ -260,7 +261,7 @@ def _wgmma_smem_bytes(head_dim_qk: int, head_dim_vo: int, tile: int, block_kv: i
     consumers = tile // 64
     data = panels_qk * tile * 128 + stages * (panels_qk + panels_vo) * block_kv * 128
     flags = tile * 8 + stages * (16 + block_kv * 4) + (2 * consumers + 4 * stages) * 8
-    states = 4 * consumers * _CONSUMER_STATE + 4 * _CURSOR_STATE
+    states = _ITEM_SLOTS * _ITEM_SLOT + 4 * consumers * 4 + 4 * _CURSOR_STATE
     return data + -(-(flags + states) // 16) * 16
 
 

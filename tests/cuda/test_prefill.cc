@@ -71,8 +71,9 @@ std::vector<PrefillCase> make_prefill_cases() {
   struct Dims {
     int qk, vo, tile;
   };
-  const Dims dims[] = {{64, 64, 192},   {40, 56, 192},   {64, 64, 128},   {80, 96, 128},  {96, 72, 128},
-                       {192, 192, 128}, {256, 200, 128}, {256, 256, 128}, {192, 128, 128}};
+  const Dims dims[] = {{64, 64, 192},   {40, 56, 192},   {64, 64, 128},   {80, 96, 128},
+                       {96, 72, 128},   {192, 192, 128}, {256, 200, 128}, {256, 256, 128},
+                       {192, 128, 128}, {128, 128, 192}, {104, 120, 192}};
   for (const Dims& d : dims) {
     for (const Loader loader : {Loader::kContiguous, Loader::kPages16, Loader::kGather}) {
       list.add(base(bf16, d.qk, d.vo, {{d.tile, loader != Loader::kContiguous}}, kCausal), loader, 4);
@@ -92,6 +93,9 @@ std::vector<PrefillCase> make_prefill_cases() {
   for (const uint32_t rules : rule_sets) {
     list.add(base(bf16, 128, 128, {{128, true}}, rules), Loader::kPages16, 3);
     list.add(base(bf16, 128, 128, {{128, true}}, rules), Loader::kGather, 3);
+  }
+  for (const uint32_t rules : {uint32_t{kRuleSoftmax}, kWindows, kCausal | kRuleSoftCap}) {
+    list.add(base(bf16, 128, 128, {{192, true}}, rules), Loader::kContiguous, 3);
   }
   list.add(base(bf16, 64, 64, {{192, true}}, kWindows | kRuleMask | kRuleSoftCap), Loader::kGather, 3);
   list.add(base(bf16, 256, 256, {{128, true}}, kWindows | kRuleMask | kRuleSoftCap), Loader::kGather, 3);
