@@ -204,6 +204,7 @@ class MmaAttention : MmaScores<Config, Variant> {
     if constexpr (Variant::kSoftmax) {
       float largest[kRows];
       find_largest(s, largest);
+      if constexpr (Variant::kCapped) this->cap_scores(s, largest);
       if (find_weights(largest, softmax_, weights)) {
         float factor[kRows];
         raise_max(s, largest, softmax_, weights, factor);
@@ -399,12 +400,12 @@ class MmaAttention : MmaScores<Config, Variant> {
       return 1.0f;
     }
     const bool empty = l == 0.0f;
-    const float largest = empty ? -infinity() : m * this->fragment_scale();
+    const float largest = empty ? -infinity() : m * this->max_scale();
     if (is_final()) {
       if (writes) params_.lse[at] = natural_lse(largest, l);
       return empty ? 0.0f : 1.0f / l;  // a row that saw nothing has o = 0 exactly, whatever its sums hold
     }
-    const float factor = empty ? 1.0f : partial_factor(m, scale(), this->fragment_scale(), largest);
+    const float factor = empty ? 1.0f : partial_factor(m, scale(), this->max_scale(), largest);
     if (writes) {
       params_.partial_max[at] = largest;
       params_.partial_sum[at] = l * factor;

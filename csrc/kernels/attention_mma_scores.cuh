@@ -49,9 +49,11 @@ class MmaScores {
   // Fragments hold q.k; with a negative scale Q is negated, so that the largest product is the largest logit.
   JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
   JAXINFER_DEVICE uint32_t sign_bits() const { return params_.variant.sm_scale < 0.0f ? Type::kSignBits : 0; }
-  // Of fragments to logits and to base-2 exponents; the variant's fragments are logits already.
+  // Of fragments to logits; the variant's fragments are logits already.
   JAXINFER_DEVICE float fragment_scale() const { return Variant::kLogits ? 1.0f : logit_scale(); }
-  JAXINFER_DEVICE float scale() const { return exponent_scale(fragment_scale()); }
+  // Of maxima to logits and to base-2 exponents; with a soft cap maxima are logits.
+  JAXINFER_DEVICE float max_scale() const { return Variant::kCapped ? 1.0f : fragment_scale(); }
+  JAXINFER_DEVICE float scale() const { return exponent_scale(max_scale()); }
 
   JAXINFER_DEVICE Row make_row(int i) const { return query_row(params_, rows_, i); }
   // Tile row of this thread's fragment row r.
@@ -180,6 +182,24 @@ class MmaScores {
           if constexpr (Variant::kLogits)
             x = variant.logits(x, row, Col{position(block, c), block.begin + c});
         }
+      }
+    }
+  }
+
+  // Scores to capped logits, the rows' largest ones, too. How a row is capped depends on its block alone, so
+  // that its bits do not depend on who shares its warp.
+  JAXINFER_DEVICE void cap_scores(float (&s)[kFragments][kColumns][4], float (&largest)[kRows]) const {
+    const ScoreCap cap(params_.variant.logits_soft_cap, fragment_scale());
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (cap.is_near(largest[r])) {
+        largest[r] = cap.near(largest[r]);
+#pragma unroll
+        for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) = cap.near(score(s, r, i));
+      } else {
+        largest[r] = cap.any(largest[r]);
+#pragma unroll
+        for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) = cap.any(score(s, r, i));
       }
     }
   }

@@ -219,6 +219,7 @@ class SimtAttention {
       if constexpr (Variant::kLogits) s = variant.logits(s, row, col);
       if constexpr (Variant::kMask) keep = keep && variant.mask(row, col);
     }
+    if constexpr (Variant::kCapped) s = SoftCap(params_.variant.logits_soft_cap)(s);
     if constexpr (Variant::kSoftmax) {
       const float x = keep ? s : -infinity();
       float largest = fmaxf(x, shuffle_xor(x, 1));

@@ -16,16 +16,11 @@
 
 namespace jaxinfer {
 
-// Config of the consumers' share of a CTA, for what counts its threads.
-template <class Config>
-struct ConsumerConfig : Config {
-  static constexpr int kNumThreads = WgmmaShared<Config>::kConsumers * kWarpgroupThreads;
-};
-
 template <class Config, class Variant>
 class WgmmaConsumer {
   using Type = Element<Config::kDType>;
   using Shared = WgmmaShared<Config>;
+  using Exponents = typename Select<Variant::kCapped, CappedExponents, LinearExponents>::Type;
   static constexpr int kConsumers = Shared::kConsumers;
   static constexpr int kBlock = Config::kBlockKV;
   static constexpr int kColumns = kBlock / 8;  // pieces of eight columns
@@ -85,9 +80,19 @@ class WgmmaConsumer {
   JAXINFER_DEVICE const Item& item() const { return slot().cursor.item; }
 
   JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
-  // Of score fragments to logits and to base-2 exponents; the variant's fragments are logits already.
+  // Of score fragments to logits; the variant's fragments are logits already.
   JAXINFER_DEVICE float fragment_scale() const { return Variant::kLogits ? 1.0f : logit_scale(); }
-  JAXINFER_DEVICE float scale() const { return exponent_scale(fragment_scale()); }
+  // Of maxima to logits and to base-2 exponents; with a soft cap maxima are logits.
+  JAXINFER_DEVICE float max_scale() const { return Variant::kCapped ? 1.0f : fragment_scale(); }
+  JAXINFER_DEVICE float scale() const { return exponent_scale(max_scale()); }
+
+  JAXINFER_DEVICE Exponents exponents() const {
+    if constexpr (Variant::kCapped) {
+      return CappedExponents(params_.variant.logits_soft_cap, fragment_scale());
+    } else {
+      return LinearExponents{scale()};
+    }
+  }
 
   JAXINFER_DEVICE Row make_row(int i) const {
     const int token = item().token_begin + rows().token(i);
@@ -191,8 +196,6 @@ class WgmmaConsumer {
     return kPositionRule ? ranges()[tile_row(r)] : ColumnRange{slot().kv_begin, slot().kv_end};
   }
 
-  // ---- products ----
-
   JAXINFER_DEVICE void start_scores(float (&s)[4 * kColumns]) {
     // Forgotten: descriptors made before the loop would come to uniform registers one by one.
     const uint32_t q = matrix_descriptor(
@@ -291,7 +294,7 @@ class WgmmaConsumer {
     pin_registers(s);
     finish_scores(begin, s, all_there, sees_all(begin, all_there), leads, last, narrow);
     if constexpr (Variant::kSoftmax) {
-      weights_.first(s, scale(), p_, narrow);
+      weights_.first(s, exponents(), p_, narrow);
     } else {
       weights_.plain(s, p_);
     }
@@ -311,26 +314,26 @@ class WgmmaConsumer {
     const bool leads = lane() == 0;
     const bool all_there = all_present(leads);
     const bool all_seen = sees_all(begin, all_there);
-    if constexpr (kPaged) split_block();
+    if constexpr (kPaged) split_block(params_.num_tokens);
     wait_products<1>();
     pin_registers(s);
     finish_scores(begin, s, all_there, all_seen, leads, last);
     if constexpr (kEarly > 0) {
-      weights_.start(s, behind(scale()));
-      split_block();
+      weights_.start(s, exponents_behind());
+      // Else the wait moves up into the softmax before it, which then waits for what it should run beside (5%
+      // at head dim 128).
+      split_block(params_.num_tokens);
     }
     wait_products<0>();
     pin_registers(o_);
     release_values(leads);
     if constexpr (Variant::kSoftmax) {
-      if constexpr (kEarly == 0) weights_.start(s, scale());
-      weights_.finish(s, behind(scale()), p_, o_);
+      if constexpr (kEarly == 0) weights_.start(s, exponents());
+      weights_.finish(s, exponents_behind(), p_, o_);
     } else {
       weights_.plain(s, p_);
     }
   }
-
-  // ---- scores ----
 
   // Position of column c of the block.
   JAXINFER_DEVICE int position(int begin, int c) const {
@@ -467,29 +470,13 @@ class WgmmaConsumer {
     }
   }
 
-  // The assembler moves a wait for products up into the softmax before it, which then waits for what it
-  // should run beside (5% at head dim 128); the border of a basic block that cannot be removed keeps it in
-  // place.
-  JAXINFER_DEVICE void split_block() const {
-    asm volatile(
-        "{\n.reg .pred q;\nagain_%=: setp.ne.s32 q, %0, %1;\n@q bra done_%=;\nnanosleep.u32 32;\nbra "
-        "again_%=;\n"
-        "done_%=: }" ::"r"(params_.num_tokens),
-        "r"(-1)
-        : "memory");
-  }
-  // x, which the assembler does not know before this point: what depends on it stays behind the arrivals that
-  // give slots of K and V back. Else exponentials are moved up past them, and producers get the slots
-  // hundreds of cycles late (4 to 6% at head dim 128, more at the power limit).
-  JAXINFER_DEVICE float behind(float x) const {
-    asm volatile(
-        "{\n.reg .pred q;\nagain_%=: setp.ne.s32 q, %1, %2;\n@q bra done_%=;\nnanosleep.u32 32;\n"
-        "mov.b32 %0, %1;\nbra again_%=;\n"
-        "done_%=: }"
-        : "+f"(x)
-        : "r"(params_.num_tokens), "r"(-1)
-        : "memory");
-    return x;
+  // Exponents by a scale that the assembler does not know before this point: they stay behind the arrivals
+  // that give slots of K and V back. Else they are moved up past them, and producers get the slots hundreds
+  // of cycles late (4 to 6% at head dim 128, more at the power limit). A cap's would be worked out anew.
+  JAXINFER_DEVICE Exponents exponents_behind() const {
+    Exponents known = exponents();
+    if constexpr (!Variant::kCapped) known.scale = behind(known.scale, params_.num_tokens);
+    return known;
   }
 
   const AttentionParams& params_;
@@ -503,7 +490,7 @@ class WgmmaConsumer {
   // Of the item:
   int clear_begin_;  // all rows of the warp see columns [clear_begin, clear_end): see ColumnRange
   int clear_end_;
-  WgmmaWeights<Type, kColumns, kPieces, kEarly> weights_;
+  WgmmaWeights<Type, Exponents, kColumns, kPieces, kEarly> weights_;
   uint32_t p_[2 * kColumns];  // weights of the block whose product with V comes next
   float o_[4 * kPieces];
 };

@@ -3,7 +3,7 @@
 // row by row (gather). The only header of the kernel that knows pages and layers. No math.
 #pragma once
 
-#include "kernels/attention_wgmma_shared.cuh"
+#include "kernels/attention_wgmma_items.cuh"
 
 namespace jaxinfer {
 
@@ -42,7 +42,7 @@ class WgmmaProducer {
   static constexpr int kBoxes =
       kGather ? 0 : Config::kBlockKV / (Config::kPageBox > 0 ? Config::kPageBox : 8);
   static constexpr int kMostBoxes = (kBoxes + kWarps - 1) / kWarps;  // of one warp
-  static constexpr int kGroups = kLanes / 4;                         // of four rows, of a part
+  static constexpr int kGroups = kGather ? kLanes / 4 : 1;           // of four rows, of a part
 
   // What is found of a block before its slot is free: from then on its consumers may wait for every
   // instruction.
@@ -89,11 +89,9 @@ class WgmmaProducer {
   // too: its place becomes free when the item before has used its last K, one product before that item's V.
   template <bool kKeys>
   JAXINFER_DEVICE void bring() {
-    int cls = cls_;
-    // Hidden: else what both roles make of it is made in front of them, and spilled.
-    if constexpr (Shared::kConsumers == 1) asm volatile("" : "+r"(cls));
-    ItemCursor<Config> cursor(params_, cls, 1, state_);
+    ItemCursor<Config> cursor(params_, cls_, 1, state_);
     RingCursor<Shared::kStages> slot(1);
+    WgmmaItems<Config> items(params_, maps_, memory_, state_, lane_);
     const bool publishes = !kKeys && warp_ == 0;
     int number = 0;  // of the item
     const RowSteps steps = kKeys ? row_steps(params_.k_strides, params_.head_dim_qk)
@@ -103,9 +101,9 @@ class WgmmaProducer {
       const BlockRange<Config> blocks(item);
       // For all warps of the CTA: what starts an item would wait for it.
       if (kKeys && warp_ == 0) read_ahead(cursor.item_behind());
-      if (publishes) publish(number++);
+      if (publishes) items.publish(number++);
       if (blocks.count == 0) continue;
-      if (kKeys && warp_ == 0) read_rows_ahead();
+      if (kKeys && warp_ == 0) items.read_rows_ahead();
       begin_item<kKeys>();
       const int last = blocks.begin(blocks.count - 1);
       Pages pages = look_up(last);
@@ -120,90 +118,7 @@ class WgmmaProducer {
         slot.advance();
       }
     }
-    if (publishes) publish_end(number);
-  }
-
-  // Positions of the item's rows, for the consumers: when they come to the item, they have nothing else to
-  // do.
-  JAXINFER_DEVICE void read_rows_ahead() const {
-    constexpr int kLine = 32;
-    const int tokens = state_.item.flags & 0xffff;
-    const int first = lane_ * kLine;
-    if (first < tokens + kLine - 1)
-      read_ahead(params_.q_pos + state_.item.token_begin + min(first, tokens - 1));
-    if (lane_ == 31) read_ahead(params_.kv_offset + state_.item.bsr_row);
-  }
-
-  // The item and Q. Rows of a warpgroup by themselves where tokens do not straddle them, else the whole tile
-  // for all of them.
-  JAXINFER_DEVICE void publish(int number) {
-    const bool has_blocks = write_slot(number);
-    const int group = Config::kPacked ? forget(params_.group_divider.divisor) : 1;
-    const int first_head = Config::kPacked ? state_.head * group : state_.head;
-    const bool split = has_split_query<Config>(params_);
-    const int parts = split ? Shared::kConsumers : 1;
-    const int rows = split ? 64 : Config::kTile;
-    const int tokens = Config::kPacked ? params_.group_divider.divide(rows) : rows;  // of a part
-    for (int c = 0; c < parts; ++c) {
-      wait_query_empty(c, split, number);
-      if (elect_lane()) {
-        const uint32_t full = barriers_.query_full(c);
-        if (!has_blocks) {
-          arrive(full);
-        } else {
-          arrive_expecting(full, Shared::kPanelsQk * tokens * group * kPanelBytes);
-#pragma unroll
-          for (int p = 0; p < Shared::kPanelsQk; ++p) {
-            copy_box(shared_ + Shared::kQuery + p * Shared::kQueryPanel + c * 64 * kPanelBytes, &maps_.q,
-                     full, p * kPanelElements, first_head, state_.item.token_begin + c * tokens);
-          }
-        }
-      }
-      __syncwarp();
-    }
-  }
-  // Before anything is waited for: consumers that have left Q of the item two before this one have left what
-  // was in the slot. By one lane, that whose arrival publishes it. Returns whether the item has blocks.
-  JAXINFER_DEVICE bool write_slot(int number) const {
-    const Item item = bounded_item<Config>(params_, state_);
-    const BlockRange<Config> blocks(item);
-    if (elect_lane()) {
-      ItemSlot& slot = item_slot(number);
-      const int offset = blocks.count > 0 ? __ldg(params_.kv_offset + item.bsr_row) : 0;
-      const int* const from = reinterpret_cast<const int*>(&state_);
-      int* const to = reinterpret_cast<int*>(&slot.cursor);
-      constexpr int kWords = sizeof(Item) / 4 + 2;  // the item, its head and its pass
-#pragma unroll 5  // more at once would cost registers, fewer time: consumers may wait for this
-      for (int i = 0; i < kWords; ++i) to[i] = from[i];
-      slot.is_end = 0;
-      slot.num_blocks = blocks.count;
-      slot.first = blocks.first;
-      slot.kv_begin = item.kv_begin;
-      slot.kv_end = item.kv_end;
-      slot.kv_offset = offset;
-    }
-    __syncwarp();
-    return blocks.count > 0;
-  }
-  JAXINFER_DEVICE void publish_end(int number) {
-    const bool split = has_split_query<Config>(params_);
-    for (int c = 0; c < (split ? Shared::kConsumers : 1); ++c) {
-      wait_query_empty(c, split, number);
-      if (elect_lane()) {
-        if (c == 0) item_slot(number).is_end = 1;
-        arrive(barriers_.query_full(c));
-      }
-      __syncwarp();
-    }
-  }
-  // Until the owners of part c have left Q of the item before `number`.
-  JAXINFER_DEVICE void wait_query_empty(int c, bool split, int number) const {
-    for (int owner = c; owner < (split ? c + 1 : Shared::kConsumers); ++owner) {
-      wait_barrier(barriers_.query_empty(owner), ~number & 1);
-    }
-  }
-  JAXINFER_DEVICE ItemSlot& item_slot(int number) const {
-    return reinterpret_cast<ItemSlot*>(memory_ + Shared::kItems)[number % kItemSlots];
+    if (publishes) items.end(number);
   }
 
   // What is known of an item is read where it is needed, from shared memory: registers are scarce here.

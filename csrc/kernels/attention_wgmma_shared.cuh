@@ -91,6 +91,12 @@ struct WgmmaBarriers {
   }
 };
 
+// Config of the consumers' share of a CTA, for what counts its threads.
+template <class Config>
+struct ConsumerConfig : Config {
+  static constexpr int kNumThreads = WgmmaShared<Config>::kConsumers * kWarpgroupThreads;
+};
+
 // How blocks of KV tokens are cut out of an item: from `first` on, kBlockKV each, the last one first, because
 // the blocks that need masks are the last ones of a causal item.
 template <class Config>

@@ -59,14 +59,14 @@ class WgmmaStore {
       inverse_[r] = 1.0f;
       if constexpr (Variant::kSoftmax) {
         const float m = softmax_.m[r];
-        const float largest = empty_[r] ? -infinity() : m * consumer_.fragment_scale();
+        const float largest = empty_[r] ? -infinity() : m * consumer_.max_scale();
         if (final_) {
           // A row that saw nothing has o = 0 exactly, whatever its sums hold.
           inverse_[r] = empty_[r] ? 0.0f : reciprocal(l);
           if (writes) params_.lse[place_[r]] = natural_lse(largest, l);
         } else {
           if (!empty_[r]) {
-            inverse_[r] = partial_factor(m, consumer_.scale(), consumer_.fragment_scale(), largest);
+            inverse_[r] = partial_factor(m, consumer_.scale(), consumer_.max_scale(), largest);
           }
           if (writes) {
             params_.partial_max[place_[r]] = largest;

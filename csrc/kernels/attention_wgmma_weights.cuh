@@ -3,6 +3,7 @@
 // come from is not here (attention_wgmma_consume.cuh).
 #pragma once
 
+#include "kernels/soft_cap.cuh"
 #include "kernels/softmax.cuh"
 
 namespace jaxinfer {
@@ -14,25 +15,24 @@ namespace jaxinfer {
 // far from overflow. So a block is weighed by the maxima that are known, and only where a row's sum exceeds
 // the bound is its maximum looked for and the block weighed again. That spares most blocks a third of their
 // instructions and softmax its longest chain.
-template <class Type, int kColumns, int kPieces, int kEarly>
+template <class Type, class Exponents, int kColumns, int kPieces, int kEarly>
 class WgmmaWeights {
   using Scores = float[4 * kColumns];
   using Packed = uint32_t[2 * kColumns];
   using Output = float[4 * kPieces];
-  // What fp16 can hold of one weight, with room for rounding.
-  static constexpr float kLargestSum = 32768.0f;
+  static constexpr float kLargestSum = Exponents::kLargestSum;
 
  public:
   JAXINFER_DEVICE const SoftmaxState<2>& state() const { return state_; }
   JAXINFER_DEVICE void clear() { state_.clear(); }
 
   // Weighs an item's first block. narrow: nothing is seen of its second half, which gets no weights.
-  JAXINFER_DEVICE void first(Scores& s, float scale, Packed& p, bool narrow) {
+  JAXINFER_DEVICE void first(Scores& s, const Exponents& exponents, Packed& p, bool narrow) {
     float factor[2], shift[2];
     const bool stays[2] = {false, false};
-    change_maxima(s, scale, stays, factor, shift, narrow);
+    const bool given = change_maxima(s, exponents, stays, factor, shift, narrow);
     state_.l[0] = state_.l[1] = 0.0f;
-    weigh<0>(s, scale, shift, p, state_.l, narrow);
+    weigh_all(s, exponents, given, shift, p, state_.l, narrow);
   }
 
   // Without softmax, scores are the weights.
@@ -48,20 +48,27 @@ class WgmmaWeights {
 
   // A later block, in two steps: what does not touch p and o, which the product before still uses; and the
   // rest. o are the sums of the blocks before.
-  JAXINFER_DEVICE void start(const Scores& s, float scale) {
+  JAXINFER_DEVICE void start(const Scores& s, const Exponents& exponents) {
     sums_[0] = sums_[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * kEarly; ++i) {
       const int r = i >> 1 & 1;
-      early_[i] = exp2_fast(fmaf(s[i], scale, -shift_[r]));
+      early_[i] = exp2_fast(exponents(s[i], shift_[r]));
       sums_[r] += early_[i];
     }
   }
-  JAXINFER_DEVICE void finish(Scores& s, float scale, Packed& p, Output& o) {
+  JAXINFER_DEVICE void finish(Scores& s, const Exponents& exponents, Packed& p, Output& o) {
     float sums[2] = {sums_[0], sums_[1]};
 #pragma unroll
     for (int i = 0; i < 2 * kEarly; ++i) p[i] = Type::pack_pair(early_[2 * i], early_[2 * i + 1]);
-    weigh<kEarly>(s, scale, shift_, p, sums, false);
+    // Rows far from a cap's series stay so. Where all of a warp's are, only what looks for their maxima is
+    // left to do; at head dim 128 the question costs more than it saves (3% of ordinary scores).
+    const bool far = shift_[0] == -infinity() && shift_[1] == -infinity();
+    if (Exponents::kCapped && kPieces != 16 && __all_sync(kFullWarp, far)) {
+      sums[0] = sums[1] = infinity();
+    } else {
+      weigh<kEarly>(s, exponents, shift_, p, sums, false);
+    }
     if (!__all_sync(kFullWarp, sums[0] <= kLargestSum && sums[1] <= kLargestSum)) {
       // Whether a row's maximum changes depends on the row alone, so that its bits do not depend on who
       // shares its warp.
@@ -71,10 +78,15 @@ class WgmmaWeights {
       for (int r = 0; r < 2; ++r) {
         stays[r] = (__ballot_sync(kFullWarp, sums[r] <= kLargestSum) >> first_lane & 15) == 15;
       }
+      if constexpr (Exponents::kCapped) {
+        // Or what exponents are made of would stay in registers for this.
+#pragma unroll
+        for (int i = 0; i < 4 * kColumns; ++i) s[i] = __uint_as_float(__float_as_uint(s[i]) + opaque_zero());
+      }
       float factor[2], shift[2];
-      change_maxima(s, scale, stays, factor, shift, false);
+      const bool given = change_maxima(s, exponents, stays, factor, shift, false);
       sums[0] = sums[1] = 0.0f;
-      weigh<0>(s, scale, shift, p, sums, false);
+      weigh_all(s, exponents, given, shift, p, sums, false);
 #pragma unroll
       for (int i = 0; i < 4 * kPieces; ++i) o[i] *= factor[i >> 1 & 1];
     }
@@ -84,67 +96,88 @@ class WgmmaWeights {
 
  private:
   // From piece kFirst on, of the first half; adds to this thread's shares of the sums.
-  template <int kFirst>
-  static JAXINFER_DEVICE void weigh(const Scores& s, float scale, const float (&shift)[2], Packed& p,
-                                    float (&sums)[2], bool narrow) {
-    weigh_pairs<2 * kFirst, kColumns>(s, scale, shift, p, sums);
+  template <int kFirst, class Function>
+  static JAXINFER_DEVICE void weigh(const Scores& s, const Function& exponents, const float (&shift)[2],
+                                    Packed& p, float (&sums)[2], bool narrow) {
+    weigh_pairs<2 * kFirst, kColumns>(s, exponents, shift, p, sums);
     if (!narrow) {
-      weigh_pairs<kColumns, 2 * kColumns>(s, scale, shift, p, sums);
+      weigh_pairs<kColumns, 2 * kColumns>(s, exponents, shift, p, sums);
     } else {
       // As they are, whatever that is: no product reads them.
 #pragma unroll
       for (int i = kColumns; i < 2 * kColumns; ++i) asm volatile("" : "=r"(p[i]));
     }
   }
-  template <int kFirst, int kEnd>
-  static JAXINFER_DEVICE void weigh_pairs(const Scores& s, float scale, const float (&shift)[2], Packed& p,
-                                          float (&sums)[2]) {
+  template <int kFirst, int kEnd, class Function>
+  static JAXINFER_DEVICE void weigh_pairs(const Scores& s, const Function& exponents, const float (&shift)[2],
+                                          Packed& p, float (&sums)[2]) {
 #pragma unroll
     for (int i = kFirst; i < kEnd; ++i) {
       const int r = i & 1;
-      const float first = exp2_fast(fmaf(s[2 * i], scale, -shift[r]));
-      const float second = exp2_fast(fmaf(s[2 * i + 1], scale, -shift[r]));
+      const float first = exp2_fast(exponents(s[2 * i], shift[r]));
+      const float second = exp2_fast(exponents(s[2 * i + 1], shift[r]));
       sums[r] += first;
       sums[r] += second;
       p[i] = Type::pack_pair(first, second);
     }
   }
 
-  // Rows that do not stay get the block's maximum into theirs, and huge ones their scores relative to it.
-  // Then what was summed up before must be multiplied by factor[r], and exponents of this block subtract
-  // shift[r].
-  JAXINFER_DEVICE void change_maxima(Scores& s, float scale, const bool (&stays)[2], float (&factor)[2],
-                                     float (&shift)[2], bool narrow) {
-    bool huge = false;
+  // All pieces; `given`: scores are exponents already.
+  static JAXINFER_DEVICE void weigh_all(const Scores& s, const Exponents& exponents, bool given,
+                                        const float (&shift)[2], Packed& p, float (&sums)[2], bool narrow) {
+    if (Exponents::kCapped && given) {
+      weigh<0>(s, GivenExponents(), shift, p, sums, narrow);
+    } else {
+      weigh<0>(s, exponents, shift, p, sums, narrow);
+    }
+  }
+
+  // Rows that do not stay get the block's maximum into theirs. Then what was summed up before must be
+  // multiplied by factor[r], and exponents of this block subtract shift[r]. Scores of huge rows become
+  // relative to their maxima. With a cap, where some row of the warp is far from the series, all rows' scores
+  // become exponents; returns whether.
+  JAXINFER_DEVICE bool change_maxima(Scores& s, const Exponents& exponents, const bool (&stays)[2],
+                                     float (&factor)[2], float (&shift)[2], bool narrow) {
+    const float scale = exponents.scale;
+    bool is_far[2];
+    bool any_far = false;
     float maxima[2] = {s[0], s[2]};
     raise<0, kColumns / 2>(s, maxima);
     if (!narrow) raise<kColumns / 2, kColumns>(s, maxima);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float m = quad_max(maxima[r]);
+      float m = exponents.capped(quad_max(maxima[r]));
       const float earlier = state_.m[r];
       m = stays[r] ? earlier : fmaxf(earlier, m);
       const float base = row_base(m, scale);
-      huge = huge || base != 0.0f;
       shift[r] = rounded_shift(m - base, scale);
+      is_far[r] = base != 0.0f || !exponents.is_near(shift[r]);
+      any_far = any_far || is_far[r];
       factor[r] = rescale_factor(earlier - base, scale, shift[r]);
-      // Rows that saw nothing yet and huge ones get weights beyond every bound next time, so that the next
-      // block looks for their maxima, too.
-      shift_[r] = base != 0.0f || m == -infinity() ? -infinity() : shift[r];
+      // Rows that saw nothing yet and those far away get weights beyond every bound next time, so that the
+      // next block looks for their maxima, too.
+      shift_[r] = is_far[r] || m == -infinity() ? -infinity() : shift[r];
       state_.m[r] = m;
       state_.l[r] *= factor[r];
     }
-    if (__any_sync(kFullWarp, huge)) {
+    any_far = __any_sync(kFullWarp, any_far);
+    if (any_far) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float base = row_base(state_.m[r], scale);
+        if (Exponents::kCapped && !is_far[r]) {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          s[4 * j + 2 * r] -= base;
-          s[4 * j + 2 * r + 1] -= base;
+          for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) = exponents(score(s, r, i), shift[r]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2 * kColumns; ++i) {
+            const float x = exponents.capped(score(s, r, i)) - base;
+            score(s, r, i) = Exponents::kCapped ? fmaf(x, scale, -shift[r]) : x;
+          }
         }
       }
     }
+    return any_far;
   }
 
   // To the largest scores of pieces [kFirst, kEnd).
@@ -156,6 +189,8 @@ class WgmmaWeights {
       for (int r = 0; r < 2; ++r) maxima[r] = fmaxf(maxima[r], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
     }
   }
+  // Score i of fragment row r.
+  static JAXINFER_DEVICE float& score(Scores& s, int r, int i) { return s[4 * (i >> 1) + 2 * r + (i & 1)]; }
 
   SoftmaxState<2> state_;
   float shift_[2];  // what exponents of the next block subtract: the maxima, scaled

@@ -145,4 +145,23 @@ JAXINFER_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134);
 #undef JAXINFER_TEXT_128
 #undef JAXINFER_OPERANDS_128
 
+// The border of a basic block that the assembler cannot remove, and moves no wait for products across. `size`
+// is not negative, which it does not know.
+JAXINFER_DEVICE void split_block(int size) {
+  asm volatile(
+      "{\n.reg .pred q;\nagain_%=: setp.ne.s32 q, %0, -1;\n@q bra done_%=;\nnanosleep.u32 32;\nbra "
+      "again_%=;\ndone_%=: }" ::"r"(size)
+      : "memory");
+}
+// x, which the assembler does not know before this point either.
+JAXINFER_DEVICE float behind(float x, int size) {
+  asm volatile(
+      "{\n.reg .pred q;\nagain_%=: setp.ne.s32 q, %1, -1;\n@q bra done_%=;\nnanosleep.u32 32;\n"
+      "mov.b32 %0, %1;\nbra again_%=;\ndone_%=: }"
+      : "+f"(x)
+      : "r"(size)
+      : "memory");
+  return x;
+}
+
 }  // namespace jaxinfer

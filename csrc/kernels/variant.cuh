@@ -28,6 +28,7 @@
 #pragma once
 
 #include "kernels/ptx.cuh"
+#include "kernels/soft_cap.cuh"
 
 namespace jaxinfer {
 
@@ -44,29 +45,6 @@ struct Row {
 struct Col {
   int kv_pos;
   int kv_index;
-};
-
-// cap * tanh(s / cap) = cap - 2 cap / (e^(2s / cap) + 1): for large s the exponential is infinite or 0, and
-// both give the right end. The difference is good to 3e-7 * cap, so near 0 a series takes over. Relative
-// errors: 2e-6 where kPrecise (float32), else 7e-6 (a weight of a logit of 50 is then 3e-4 off, less than the
-// rounding of fp16) for half of the instructions.
-template <bool kPrecise>
-struct SoftCap {
-  float cap;
-  float inverse;  // 2 log2(e) / cap
-
-  JAXINFER_DEVICE float operator()(float s) const {
-    constexpr float kUnit = 2.0f * kLog2e;  // x counts these
-    const float x = s * inverse;
-    const float large = fmaf(-2.0f * cap, reciprocal(exp2_fast(x) + 1.0f), cap);
-    const float z = x * x;
-    constexpr float kZ = 1.0f / (kUnit * kUnit);
-    float series = fmaf(z, -0.33333334f * kZ, 1.0f);
-    if constexpr (kPrecise) {
-      series = fmaf(z * z, fmaf(z, -0.053968254f * kZ * kZ * kZ, 0.13333334f * kZ * kZ), series);
-    }
-    return fabsf(x) < (kPrecise ? 0.2f : 0.05f) * kUnit ? series * s : large;
-  }
 };
 
 // The bits of one query row of a packed custom mask.
@@ -94,9 +72,8 @@ struct NoMaskRow {
   JAXINFER_DEVICE bool operator()(int) const { return true; }
 };
 
-template <bool kPrecise>
-JAXINFER_DEVICE SoftCap<kPrecise> make_soft_cap(const VariantParams& params, SoftCap<kPrecise>*) {
-  return SoftCap<kPrecise>{params.logits_soft_cap, 2.0f * kLog2e / params.logits_soft_cap};
+JAXINFER_DEVICE SoftCap make_soft_cap(const VariantParams& params, SoftCap*) {
+  return SoftCap(params.logits_soft_cap);
 }
 JAXINFER_DEVICE NoSoftCap make_soft_cap(const VariantParams&, NoSoftCap*) {
   return NoSoftCap{};
@@ -112,14 +89,15 @@ JAXINFER_DEVICE NoMaskRow make_mask_row(const VariantParams&, const Row&, NoMask
 template <class Config>
 struct BuiltinVariant {
   static constexpr bool kSoftmax = (Config::kRules & kRuleSoftmax) != 0;
-  static constexpr bool kLogits = (Config::kRules & kRuleSoftCap) != 0;
+  static constexpr bool kCapped = kSoftmax && (Config::kRules & kRuleSoftCap) != 0;
+  static constexpr bool kLogits = !kSoftmax && (Config::kRules & kRuleSoftCap) != 0;
   static constexpr bool kMask = (Config::kRules & kRuleMask) != 0;
   static constexpr bool kQuery = false;
   static constexpr bool kKey = false;
   static constexpr bool kValue = false;
   static constexpr bool kOutput = false;
 
-  using Cap = typename Select<kLogits, SoftCap<Config::kDType == DType::kF32>, NoSoftCap>::Type;
+  using Cap = typename Select<kLogits, SoftCap, NoSoftCap>::Type;
   using Bits = typename Select<kMask, MaskRow, NoMaskRow>::Type;
   Cap soft_cap;
   Bits bits;

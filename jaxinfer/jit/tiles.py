@@ -247,8 +247,8 @@ def _single_warpgroup_config(head_dim_qk: int, head_dim_vo: int, page_box: int) 
             ("kStages", stages),
             ("kPageBox", page_box),
             ("kProducerWarps", 4),
-            ("kProducerRegisters", 40),
-            ("kConsumerRegisters", 216),
+            ("kProducerRegisters", 48),
+            ("kConsumerRegisters", 208),
             ("kPingPong", 0),
             ("kEarlyColumns", 0),  # the other CTA's products run beside this one's softmax
         ),

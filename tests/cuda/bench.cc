@@ -84,6 +84,8 @@ std::vector<BenchCase> make_bench_cases() {
   make("decode 64x2048 page16 t1 bf16 32/32", true, 128, 128, t1, 264, 32, 32, 16, Rows(16, {1, 2048}));
   make("decode 16x2048 page16 t16 32/32", true, 128, 128, t16, 264, 32, 32, 16, Rows(16, {1, 2048}));
   make("decode 64x2048 page16 t16 64/8", true, 128, 128, t16, 264, 64, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64x2048 page16 t16 soft cap", true, 128, 128, t16, 264, 32, 8, 16, Rows(64, {1, 2048}),
+       kCausal | kRuleSoftCap);
   make("decode 64x2048 page16 t16 d64", true, 64, 64, t16, 264, 32, 8, 16, Rows(64, {1, 2048}));
   make("decode 64x2048 page16 t16 d256 132", true, 256, 256, t16, 132, 16, 8, 16, Rows(64, {1, 2048}));
   make("decode 64 skewed 32768 page16 t16", true, 128, 128, t16, 264, 32, 8, 16, skewed(64, 32768));

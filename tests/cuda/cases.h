@@ -47,6 +47,7 @@ inline std::string describe(const Options& o) {
   if (o.runs) s += " runs";
   if (o.scale_k != 1.0f) s += " keys*" + std::to_string(static_cast<int>(o.scale_k));
   if (o.sm_scale < 0) s += " negative";
+  if ((o.rules & kRuleSoftCap) != 0) s += " cap" + std::to_string(o.logits_soft_cap);
   return s;
 }
 
@@ -90,6 +91,13 @@ inline Options base(DType dtype, int qk, int vo, std::vector<TileClass> classes,
   o.classes = std::move(classes);
   o.rules = rules;
   return o;
+}
+
+// Soft caps and scales of K: scores that the cap leaves as they are, bends and cuts off, rows of several
+// kinds, and huge logits.
+inline std::vector<std::pair<float, float>> soft_caps() {
+  return {{50.0f, 1.0f},  {30.0f, 1.0f},   {10.0f, 1.0f}, {0.5f, 1.0f},  {30.0f, 5.0f},
+          {50.0f, 60.0f}, {1e5f, 1000.0f}, {1e30f, 5.0f}, {1e-30f, 1.0f}};
 }
 
 inline std::vector<Case> make_cases() {
@@ -164,6 +172,17 @@ inline std::vector<Case> make_cases() {
     o.scale_k = 1.0f;
     o.sm_scale = -0.2f;
     list.push(o);
+  }
+  for (const auto& [cap, scale] : soft_caps()) {
+    for (const int tile : {1, 16, 128}) {
+      Options o = base(tile == 1 ? f32 : bf16, 128, 128, {{tile, true}}, kCausal | kRuleSoftCap);
+      o.rows = {{1, 50}, {3, 20}, {0, 0}, {2, 0}, {100, 333}};
+      o.logits_soft_cap = cap;
+      o.scale_k = scale;
+      list.push(o);
+      o.sm_scale = -0.2f;
+      list.push(o);
+    }
   }
   // Groups up to 128 in one tile.
   for (const int group : {17, 64, 65, 128}) {

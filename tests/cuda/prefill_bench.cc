@@ -106,7 +106,7 @@ void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
   a.k_strides = make_strides(o, num_pages, o.head_dim_qk);
   a.v_strides = make_strides(o, num_pages, o.head_dim_vo);
   a.set_dividers();
-  a.variant.sm_scale = 1.0f / std::sqrt(static_cast<float>(o.head_dim_qk));
+  a.variant.sm_scale = o.scale_k / std::sqrt(static_cast<float>(o.head_dim_qk));
   a.variant.logits_soft_cap = o.logits_soft_cap;
   a.variant.window_left = o.window_left;
   a.plan = upload(plan);
@@ -241,11 +241,16 @@ std::vector<PrefillBench> make_prefill_benches() {
     TileClass cls;
     int num_ctas;
     bool portable;
+    uint32_t without = 0;  // rules that are off here
   };
   const std::vector<Way> ways = {{"u", {128, false}, kMultiprocessors, false},
                                  {"p", {128, true}, kMultiprocessors, false},
                                  {"mma", {128, false}, 2 * kMultiprocessors, true}};
   const std::vector<Way> few = {ways[0], ways[2]};
+  Way uncapped = ways[0];
+  uncapped.name = "uncapped";
+  uncapped.without = kRuleSoftCap;
+  const std::vector<Way> capped = {ways[0], uncapped, ways[2]};
   const std::vector<Way> narrow = {{"u192", {192, false}, kMultiprocessors, false},
                                    {"p192", {192, true}, kMultiprocessors, false},
                                    {"u128", {128, false}, kMultiprocessors, false},
@@ -253,7 +258,8 @@ std::vector<PrefillBench> make_prefill_benches() {
   const std::vector<Way> verify = {{"wgmma", {64, true}, 2 * kMultiprocessors, false},
                                    {"mma", {64, true}, 2 * kMultiprocessors, true}};
   auto add = [&](const std::string& name, const std::vector<Way>& run, int qk, int vo, int qo, int kv,
-                 int page, const Rows& rows, uint32_t rules = kCausal) {
+                 int page, const Rows& rows, uint32_t rules = kCausal, float cap = 50.0f,
+                 float scale = 1.0f) {
     for (const Way& way : run) {
       Options o = Options();
       o.head_dim_qk = qk;
@@ -264,9 +270,10 @@ std::vector<PrefillBench> make_prefill_benches() {
       o.page_size = page == 0 ? 1 : page;
       o.rows = rows;
       o.padding = 0;
-      o.rules = rules;
+      o.rules = rules & ~way.without;
       o.window_left = 1023;
-      o.logits_soft_cap = 50.0f;
+      o.logits_soft_cap = cap;
+      o.scale_k = scale;
       o.classes = {way.cls};
       o.num_ctas = way.num_ctas;
       all.push_back({name + " " + way.name, o, way.portable});
@@ -295,8 +302,16 @@ std::vector<PrefillBench> make_prefill_benches() {
   add("4x4096 d256 causal page16", few, 256, 256, 16, 4, 16, four);
   add("4x4096 d256 full dense", few, 256, 256, 16, 4, 0, four, kRuleSoftmax);
   add("4x4096 d192x128 causal dense", few, 192, 128, 32, 32, 0, four);
-  add("1x16384 d128 window dense", few, 128, 128, 32, 8, 0, one, kCausal | kRuleWindowLeft);
-  add("4x4096 d128 soft cap dense", few, 128, 128, 32, 8, 0, four, kCausal | kRuleSoftCap);
+  add("1x16384 d128 window dense", ways, 128, 128, 32, 8, 0, one, kCausal | kRuleWindowLeft);
+  constexpr uint32_t kCap = kCausal | kRuleSoftCap;
+  add("4x4096 d128 soft cap dense", capped, 128, 128, 32, 8, 0, four, kCap);
+  add("4x4096 d128 soft cap 30 dense", capped, 128, 128, 32, 8, 0, four, kCap, 30.0f);
+  // Scores that the cap bends: up to half of it, and far beyond.
+  add("4x4096 d128 soft cap bent dense", capped, 128, 128, 32, 8, 0, four, kCap, 50.0f, 5.0f);
+  add("4x4096 d128 soft cap huge dense", capped, 128, 128, 32, 8, 0, four, kCap, 50.0f, 100.0f);
+  add("1x16384 d128 soft cap dense", capped, 128, 128, 32, 8, 0, one, kCap);
+  add("4x4096 d64 soft cap dense", narrow, 64, 64, 32, 8, 0, four, kCap);
+  add("4x4096 d256 soft cap dense", capped, 256, 256, 16, 4, 0, four, kCap);
   add("verify 64 x (8, 2048)", verify, 128, 128, 64, 8, 16, Rows(64, {8, 2048}));
   return all;
 }

@@ -137,6 +137,18 @@ std::vector<PrefillCase> make_prefill_cases() {
     o.sm_scale = -0.2f;
     list.push(name, o);
   }
+  for (const auto& [cap, scale] : soft_caps()) {
+    for (const int page_size : {16, 5}) {
+      Options o = base(bf16, 128, 128, {{128, true}}, kCausal | kRuleSoftCap);
+      o.page_size = page_size;
+      o.rows = {{1, 50}, {30, 20}, {0, 0}, {2, 0}, {500, 333}, {100, 900}};
+      o.logits_soft_cap = cap;
+      o.scale_k = scale;
+      list.push(page_size == 16 ? "box16" : "gather", o);
+      o.sm_scale = -0.2f;
+      list.push(page_size == 16 ? "box16" : "gather", o);
+    }
+  }
   // Two kernels side by side. Either class can be without work; both leave partial states to one merge.
   const std::vector<std::pair<int, int>> mixes[] = {
       {{1, 900}, {200, 700}, {1, 33}, {2, 2077}, {300, 450}, {0, 5}, {1, 1}, {4, 1500}},
