@@ -357,17 +357,17 @@ def choose_tiles(
       group_size, dtype, head_dim_qk, head_dim_vo: of the model.
       on_gpu: float32 has CUDA-core kernels only there, which means tile 1.
       warpgroups: large tiles run on Hopper's warpgroup instructions.
-      wide_tiles: three of them pay for up to 128 columns, too.
+      wide_tiles: three of them pay for up to 96 columns, too.
     """
     if on_gpu and dtype == "float32":
         return (1,)
     small = next(t for t in (16, 32, 64, 128) if t >= group_size)
     widest = max(head_dim_qk, head_dim_vo)
-    # A tile keeps its output in registers: of three warpgroups 64 columns fit, and 128 where nothing else needs
+    # A tile keeps its output in registers: of three warpgroups 64 columns fit, and 96 where nothing else needs
     # registers, of two 256; of the portable kernel's 128 rows 128 columns.
     large = max(small, 64 if widest > 128 else 128)
     if warpgroups:
-        large = 192 if widest <= (128 if wide_tiles else 64) else 128
+        large = 192 if widest <= (96 if wide_tiles else 64) else 128
     if capacity is not None:
         num_tokens, num_rows, num_layouts = capacity
         # The most tokens of a row: what is left when every other row has one; all, where rows share tokens (a
@@ -439,14 +439,15 @@ def _has_warpgroups() -> bool:
 
 
 def _fills_wide_tiles(num_rows: int, group_size: int) -> bool:
-    """Whether `num_rows` rows of Q are work for tiles of three warpgroups with more than 64 columns.
+    """Whether `num_rows` rows of Q are work for tiles of three warpgroups with 65 to 96 columns.
 
     These read K and V a third less often, and hide each other's softmax better; but there are fewer of them to deal
     out, and more of a request's last one is empty: a single head's covers 192 tokens. H200, bf16, contiguous, causal,
-    32/8 heads of 128, TFLOP/s with tile 128 -> 192 in one run each: 4 x 4096 625 -> 667, 1 x 16384 707 -> 767, not
-    causal 710 -> 782, 16 x 1024 437 -> 474, 8 x 1024 431 -> 459, 16 x 512 of 8192 695 -> 702, a window of 1024 508 ->
-    586; but 1 x 4096 668 -> 658, 4 x 512 of 8192 715 -> 643, 1 x 512 142 -> 126. 4 x 4096 with 64/8 heads 642 -> 695,
-    with 32/16 619 -> 656, with 32/32 625 -> 587; with pages of 16 rows 600 -> 585, of one 548 -> 496.
+    32/8 heads of 96, TFLOP/s with tile 128 -> 192 in one run: 4 x 4096 500 -> 563, 16 x 1024 377 -> 388. With 128
+    columns, whose tile of two warpgroups leaves out what a first block does not see: 4 x 4096 628 -> 597, 1 x 16384
+    681 -> 660, not causal 692 -> 667, 8 x 1024 485 -> 445, 16 x 512 of 8192 655 -> 604. Few rows, single heads and
+    pages gain nothing or lose at 128 columns (before that: 1 x 512 -12%, 32/32 heads -6%, pages of 16 rows -2%); at
+    96 they were not measured.
     """
     return 2 <= group_size <= 96 and num_rows >= 8 * 192 * int(jax.devices()[0].core_count)
 

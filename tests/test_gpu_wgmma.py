@@ -144,7 +144,7 @@ def test_plans_on_this_gpu_use_the_warpgroup_kernel() -> None:
             layout,
             num_qo_heads=heads[0],
             num_kv_heads=heads[1],
-            head_dim=128,
+            head_dim=96,
             dtype=jnp.bfloat16,
             variant=variant,
         )

@@ -19,10 +19,10 @@ struct CursorState {
 template <class Config>
 constexpr bool kStateInRegisters = Config::kTile <= 32;
 
-// Whether there are registers for what shortens the start of an item, too. Not in tile 32 where two CTAs
-// share a multiprocessor: they leave room for one of the merge, which would start late.
+// Whether there are registers for what shortens the start of an item, too. Not in tile 32: two of its CTAs
+// would leave no room for one of the merge, which would start late, and a single one spills (sm_120).
 template <class Config>
-constexpr bool kReadsAhead = Config::kTile <= 16 || (Config::kTile == 32 && Config::kMinCtas == 1);
+constexpr bool kReadsAhead = Config::kTile <= 16;
 
 // What each warp keeps by itself. It lies in shared memory where registers bound the tile, else in registers.
 struct WarpState {
