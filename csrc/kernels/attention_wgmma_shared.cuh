@@ -71,8 +71,8 @@ struct WgmmaShared {
   static_assert(Config::kSmemBytes == kBytes, "the tile table and the kernel disagree on shared memory");
 };
 
-// Addresses of the barriers. Full ones are completed by producers, empty ones by consumers, one arrival per
-// warp.
+// Addresses of the barriers. Full ones are completed by producers, empty ones by consumers: of K and V by one
+// arrival per warp, of Q, which also gives the item's slot back, by one of every thread that read it.
 template <class Config>
 struct WgmmaBarriers {
   using Shared = WgmmaShared<Config>;
