@@ -56,7 +56,8 @@ def ints(name: str, value: Any, ndim: int) -> Array:
     except ValueError as error:  # a list of lists of different lengths
         raise ValueError(f"{name} must have {ndim} dimension(s): {error}") from None
     if arr.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {arr.shape}")
+        came = f"shape {arr.shape}" if arr.ndim else repr(value)
+        raise ValueError(f"{name} must have {ndim} dimension(s), got {came}")
     if arr.dtype == np.int32:
         return arr.copy()  # the caller may reuse its buffer while a dispatched step still reads ours
     if arr.dtype.kind not in "iu":
@@ -92,8 +93,8 @@ def lengths(name: str, value: Any) -> Array:
     return arr
 
 
-def static_int(name: str, value: Any) -> int:
-    """`value` as a Python int >= 0; bools and traced values are no static ints."""
+def static_int(name: str, value: Any, least: int = 0) -> int:
+    """`value` as a Python int >= least; bools and traced values are no static ints."""
     if isinstance(value, jax.Array):
         raise TypeError(f"{name} is static and must be a Python int, got a jax.Array")
     if isinstance(value, (bool, np.bool_)):
@@ -102,17 +103,16 @@ def static_int(name: str, value: Any) -> int:
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
-    if not 0 <= number <= INT32_MAX:
-        raise ValueError(f"{name} must be in [0, {INT32_MAX}], got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > INT32_MAX:
+        raise ValueError(f"{name} must be at most {INT32_MAX}, got {number}")
     return number
 
 
 def positive(name: str, value: Any) -> int:
     """`value` as a Python int >= 1."""
-    number = static_int(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
+    return static_int(name, value, least=1)
 
 
 def capacity(name: str, value: Any, ptr_name: str, ptr: Array) -> int:

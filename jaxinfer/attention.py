@@ -25,7 +25,7 @@ from .variant import Variant
 
 KV_LAYOUTS = ("NHD", "HND")
 #: Kernels that a caller may ask for by name; None chooses.
-IMPLEMENTATIONS = ("reference", "mma", "decode", "wgmma")
+IMPLEMENTATIONS = ("reference", "mma", "wgmma")
 DTYPES = ("float32", "float16", "bfloat16")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -85,7 +85,7 @@ def attention(
         sm_scale = 1.0 / math.sqrt(q.shape[2])
     elif isinstance(sm_scale, jax.Array):
         raise TypeError("sm_scale is static and must be a Python float, got a jax.Array")
-    if not isinstance(sm_scale, (int, float, np.integer, np.floating)):
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float, np.integer, np.floating)):
         raise TypeError(f"sm_scale must be a Python float, got {sm_scale!r}")
     sm_scale = float(sm_scale)
     if not abs(sm_scale) <= FLOAT32_MAX:
@@ -212,11 +212,6 @@ attention_p = make_primitive(
 def _check_implementation(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if implementation == "decode":
-        raise NotImplementedError(
-            f"implementation={implementation!r} is a GPU kernel that this version does not have; "
-            'supported: None and "reference" (every platform), "mma" and "wgmma" (GPU)'
-        )
 
 
 def _check_operands(
@@ -262,6 +257,13 @@ def _check_operands(
                 f"k has page_size {page_size} (shape {k.shape}, kv_layout {kv_layout}), "
                 f"the layout has page_size {layout.page_size}"
             )
+    elif (
+        layout.num_layouts == 1 and k.shape[-3] < layout.kv_capacity
+    ):  # composed ones share K: no sum to compare
+        raise ValueError(
+            f"k has {k.shape[-3]} KV tokens (shape {k.shape}), the layout was built for num_kv_tokens "
+            f"{layout.kv_capacity}"
+        )
     num_kv_heads = num_heads(k, kv_layout, layout.contiguous)
     if num_kv_heads == 0 or q.shape[1] % num_kv_heads != 0:
         raise ValueError(f"num_qo_heads {q.shape[1]} must be a multiple of num_kv_heads {num_kv_heads}")
@@ -349,5 +351,8 @@ def check_plan(
     ]
     if wrong:
         raise ValueError("the plan was made for another call: " + ", ".join(wrong))
-    if plan.data.shape != (spec.num_words,):
-        raise ValueError(f"the plan's array must have shape ({spec.num_words},), got {plan.data.shape}")
+    if plan.data.shape != (spec.num_words,) or plan.data.dtype != np.int32:
+        raise ValueError(
+            f"the plan's array must have shape ({spec.num_words},) and dtype int32, got {plan.data.shape} and "
+            f"{plan.data.dtype}"
+        )

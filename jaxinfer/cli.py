@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -268,7 +269,11 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument(
-        "--arch", nargs="+", metavar="SM", help="architectures (default: this machine's GPUs)"
+        "--arch",
+        type=_arch,
+        nargs="+",
+        metavar="SM",
+        help="architectures such as sm_90a (default: this machine's GPUs)",
     )
     parser.set_defaults(run=_warmup)
 
@@ -288,6 +293,14 @@ def _heads(text: str) -> tuple[int, int]:
     if qo % kv:
         raise argparse.ArgumentTypeError(f"{qo} query heads are not a multiple of {kv} KV heads")
     return qo, kv
+
+
+def _arch(text: str) -> str:
+    from jaxinfer.jit.registry import arch_of
+
+    if not re.fullmatch(r"sm_\d{2,3}[a-z]?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an architecture such as sm_80 or sm_90a")
+    return arch_of(text.removeprefix("sm_"))
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -330,6 +330,8 @@ def check(layout: BlockSparse, num_pages: int) -> Array:
     Used are the first `ceil(kv_len / page_size)` blocks of each row; those that lie outside kv_indices count
     too. Works on the host and inside jit. Contiguous layouts list no blocks: 0.
     """
+    if not isinstance(layout, BlockSparse):
+        raise TypeError(f"layout must be a jaxinfer.BlockSparse, got {type(layout).__name__}")
     num_pages = _args.static_int("num_pages", num_pages)
     xp, layout = _together(layout)
     if layout.contiguous:

@@ -246,9 +246,12 @@ def _static_plan(
         raise TypeError(f"batch_invariant must be a bool, got {batch_invariant!r}")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
-    split_tokens = SPLIT_TOKENS if split_tokens is None else positive("split_tokens", split_tokens)
+    given_split = None if split_tokens is None else positive("split_tokens", split_tokens)
+    split_tokens = SPLIT_TOKENS if given_split is None else given_split
     if split_tokens % 16 != 0:
         raise ValueError(f"split_tokens must be a multiple of 16, got {split_tokens}")
+    if given_split is not None and not batch_invariant:
+        raise ValueError(f"split_tokens {given_split} cuts rows with batch_invariant=True only")
     if num_layouts > 1 and batch_invariant:
         raise NotImplementedError(
             "batch_invariant=True with a composed layout; supported: layouts of one level"
@@ -421,7 +424,7 @@ def _check_tiles(tiles: Any, group_size: int) -> tuple[int, ...]:
     if not isinstance(tiles, tuple) or not 1 <= len(tiles) <= 2:
         raise ValueError(f"tiles must be one or two of {TILES}, ascending, got {tiles!r}")
     for tile in tiles:
-        if isinstance(tile, bool) or tile not in TILES:
+        if isinstance(tile, bool) or not isinstance(tile, (int, np.integer)) or tile not in TILES:
             raise ValueError(f"tiles must be one or two of {TILES}, ascending, got {tiles!r}")
         if 1 < tile < group_size:
             raise ValueError(f"tiles: a tile of {tile} rows is smaller than the group size {group_size}")

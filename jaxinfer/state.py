@@ -55,10 +55,18 @@ def merge_many(states: Sequence[AttentionState]) -> AttentionState:
 
     Raises:
       ValueError: no state, or as in `merge`.
+      TypeError: something else than states.
     """
+    if isinstance(states, AttentionState):
+        raise TypeError("states must be a sequence of states, got one AttentionState")
     if not states:
         raise ValueError("merge_many needs at least one state")
     for i, s in enumerate(states):
+        if not isinstance(s, AttentionState):
+            raise TypeError(
+                f"state {i} must be a jaxinfer.AttentionState, as attention(..., return_lse=True) gives, "
+                f"got {type(s).__name__}"
+            )
         is_array(f"o of state {i}", s.o)
         is_array(f"lse of state {i}", s.lse)
         if s.o.shape != states[0].o.shape or s.o.dtype != states[0].o.dtype:

@@ -124,6 +124,10 @@ def pack_masks(
       TypeError: layout or a mask is traced or on a device.
       NotImplementedError: a composed layout.
     """
+    if not isinstance(layout, BlockSparse):
+        raise TypeError(f"layout must be a jaxinfer.BlockSparse, got {type(layout).__name__}")
+    if not isinstance(masks, (Sequence, np.ndarray)):
+        raise TypeError(f"masks must be a list with one mask per row, got {type(masks).__name__}")
     if layout.num_layouts > 1:
         raise NotImplementedError("pack_masks of a composed layout; supported: layouts of one level")
     if not all_host(layout.q_len, layout.kv_len, *masks):

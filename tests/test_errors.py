@@ -167,7 +167,14 @@ WRONG_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"None or one of .*'reference'.*'cuda'",
     ),
-    ("decode without a GPU", {"implementation": "decode"}, NotImplementedError, r"'decode' is a GPU kernel"),
+    ("scale that is a flag", {"sm_scale": True}, TypeError, "sm_scale must be a Python float, got True"),
+    # The kernels would take the missing tokens for masked ones, which nobody asked for.
+    (
+        "contiguous K shorter than its layout",
+        {"layout": RAGGED, "plan": jaxinfer.plan(RAGGED, **HEADS), **both(array(8, 2, 16))},
+        ValueError,
+        r"k has 8 KV tokens .*\(8, 2, 16\).*num_kv_tokens 9",
+    ),
 ]
 
 
@@ -278,6 +285,34 @@ def test_a_truncated_plan_is_refused() -> None:
     short = dataclasses.replace(PLAN, data=PLAN.data[:-1])
     with pytest.raises(ValueError, match=rf"must have shape \({PLAN.spec.num_words},\)"):
         call(plan=short)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_a_plan_of_another_dtype_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=rf"dtype int32, got .*{np.dtype(dtype)}"):
+        call(plan=dataclasses.replace(PLAN, data=PLAN.data.astype(dtype)))
+
+
+# ---- something else in the place of a jaxinfer object
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: jaxinfer.check(PAGED.kv_indices, 6), "layout must be a jaxinfer.BlockSparse, got ndarray"),
+        (lambda: jaxinfer.pack_masks([], None), "layout must be a jaxinfer.BlockSparse, got NoneType"),
+        (lambda: jaxinfer.pack_masks(None, PAGED), "masks must be a list .* got NoneType"),
+        (lambda: jaxinfer.merge(Q, Q), r"state 0 must be .*AttentionState.*return_lse=True"),
+        (
+            lambda: jaxinfer.merge_many(jaxinfer.AttentionState(Q, Q[..., 0])),
+            "sequence of states, got one AttentionState",
+        ),
+        (lambda: Variant.from_cuda(None), "source must be CUDA text, got NoneType"),
+    ],
+)
+def test_other_things_than_jaxinfers(wrong: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        wrong()
 
 
 # ---- the variant

@@ -37,6 +37,8 @@ def small_layout() -> BlockSparse:
         ({"schedule": "eft"}, ValueError, r"schedule must be one of \('lpt', 'runs'\), got 'eft'"),
         ({"split_tokens": 40}, ValueError, "split_tokens must be a multiple of 16, got 40"),
         ({"split_tokens": 0}, ValueError, "split_tokens must be at least 1, got 0"),
+        ({"split_tokens": 64}, ValueError, "split_tokens 64 cuts rows with batch_invariant=True only"),
+        ({"tiles": (16.0,)}, ValueError, r"tiles must be one or two of .*got \(16.0,\)"),
         ({"num_ctas": 0}, ValueError, "num_ctas must be at least 1, got 0"),
         ({"num_ctas": 65536}, ValueError, r"num_ctas must be in \[1, 65535\], got 65536"),
         ({"num_ctas": (3, 4), "tiles": (16,)}, ValueError, r"one per tile class \(1\), got \(3, 4\)"),

@@ -53,7 +53,7 @@ def test_each_row_starts_on_a_byte() -> None:
         ([np.ones((10, 20), int)], None, ValueError, r"masks\[0\] must be bool, got int64"),
         ([], None, ValueError, r"masks has 0 entries, the layout has 1 rows"),
         ([np.ones((10, 20), bool)], 24, ValueError, r"the masks need 25 bytes, capacity is 24"),
-        ([np.ones((10, 20), bool)], -1, ValueError, r"capacity must be in"),
+        ([np.ones((10, 20), bool)], -1, ValueError, r"capacity must be at least 0"),
         ([jnp.ones((10, 20), bool)], None, TypeError, r"needs the layout and the masks on the host"),
     ],
 )
@@ -82,7 +82,7 @@ def test_masks_of_composed_layouts_are_refused() -> None:
         ),
         ({"window_left": True}, ValueError, r"window_left must be an int, got True"),
         ({"window_left": 3.0}, ValueError, r"window_left must be an int, got 3.0"),
-        ({"window_left": 2**31}, ValueError, r"window_left must be in \[0, 2147483647\]"),
+        ({"window_left": 2**31}, ValueError, r"window_left must be at most 2147483647"),
         ({"window_left": jnp.int32(3)}, TypeError, r"window_left is static and must be a Python int"),
         ({"logits_soft_cap": 0}, ValueError, r"logits_soft_cap must be a positive finite number, .* got 0"),
         ({"logits_soft_cap": -1.0}, ValueError, r"logits_soft_cap must be a positive finite number"),

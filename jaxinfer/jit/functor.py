@@ -157,6 +157,8 @@ def from_cuda(
     """
     from jaxinfer.variant import Variant
 
+    if not isinstance(source, str):
+        raise TypeError(f"source must be CUDA text, got {type(source).__name__}")
     pointers: list[tuple[str, str]] = []
     scalars: list[tuple[str, str]] = []
     arrays: list[Any] = []
