@@ -137,6 +137,18 @@ def test_the_warmup_command_fills_the_cache(
     assert main(argv) == 0 and len(compilations) == count
 
 
+def test_the_warmup_command_takes_the_architectures_that_gpus_load(
+    fresh: Path, compilations: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU of capability 9.0 loads what is compiled for sm_90a."""
+    assert main(["warmup", "--heads", "8/2", "--arch", "sm_90"]) == 0
+    assert " sm_90a: " in capsys.readouterr().err.splitlines()[0]
+    for wrong in ("hopper", "90", "sm_9x"):
+        with pytest.raises(SystemExit):
+            main(["warmup", "--heads", "8/2", "--arch", wrong])
+        assert f"{wrong!r} is not an architecture such as sm_80 or sm_90a" in capsys.readouterr().err
+
+
 def test_threads_compile_a_kernel_once(
     fresh: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

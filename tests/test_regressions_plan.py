@@ -25,6 +25,7 @@ from batches import (
     store,
 )
 from batches import zero_queries as zeros
+from jax import export
 
 import jaxinfer
 from jaxinfer import AttentionState, Variant
@@ -375,3 +376,27 @@ def test_planning_from_device_arrays_is_refused_and_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"numpy.*host"):
         jax.jit(traced)(stored.layout)
     assert isinstance(make_plan(NHD, stored, Variant()).data, np.ndarray)
+
+
+# ---- exported programs: refused as unknown custom calls, attributes that do not serialise (jax#24160)
+
+
+@every_storage
+def test_an_exported_program_computes_the_same(way: Way) -> None:
+    requests = random_requests([3, 1], [9, 20], 4, 2, 16)
+    stored = store(way, *requests)
+    plan = make_plan(way, stored, CAUSAL)
+
+    @jax.jit
+    def call(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
+        return attend(q, k, v, layout, plan, CAUSAL, kv_layout=way.kv_layout, sm_scale=0.3)
+
+    leaves, tree = jax.tree.flatten((stored.q, stored.k, stored.v, stored.layout, plan))
+    flat = jax.jit(lambda *x: jax.tree.leaves(call(*jax.tree.unflatten(tree, x))))
+    with pytest.raises(ValueError, match="jaxinfer_attention"):
+        export.export(flat)(*leaves)
+    checks = [export.DisabledSafetyCheck.custom_call("jaxinfer_attention")]
+    exported = export.export(flat, disabled_checks=checks)(*leaves)
+    for got, want in zip(exported.call(*leaves), flat(*leaves), strict=True):
+        assert same_bits(got, want)
+    assert "jaxinfer_attention" in exported.mlir_module()
