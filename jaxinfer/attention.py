@@ -205,6 +205,7 @@ attention_p = make_primitive(
     _abstract_eval,
     attention_attributes,
     attention_kernel_attributes,
+    num_scratch=1,
     instead='implementation="reference" is plain JAX, with jax.vmap and forward-mode differentiation.',
 )
 

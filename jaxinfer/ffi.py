@@ -6,13 +6,14 @@ in ffi/ read. What the operations mean and how their arguments are checked lives
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir
 
 try:
     from . import _native
@@ -154,6 +155,7 @@ def make_primitive(
     kernel_attributes: Callable[..., Attributes],
     *,
     aliases: Mapping[int, int] | None = None,
+    num_scratch: int = 0,
     instead: str,
 ) -> Primitive:
     """A JAX primitive that lowers to the FFI target of the same name on every platform that has one.
@@ -164,12 +166,19 @@ def make_primitive(
       attributes: the static parameters, cast to what the handlers of every platform read.
       kernel_attributes: from operand avals and static parameters, what the GPU's handler reads besides.
       aliases: operand index -> index of the result that is updated in place.
+      num_scratch: how many of the last results are memory to work in, which nobody reads.
       instead: what a caller can do where the primitive has no kernel or no rule, one sentence.
     """
     primitive = Primitive(target)
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(lambda *args, **params: xla.apply_primitive(primitive, *args, **params))
+
+    @functools.lru_cache(maxsize=1024)
+    def program(**params: Any) -> Callable[..., list[Any]]:
+        return jax.jit(lambda *args: primitive.bind(*args, **params)[: -num_scratch or None])
+
+    # Outside jit a result is looked at: jax_debug_nans would find NaN in scratch that was never written.
+    primitive.def_impl(lambda *args, **params: [*program(**params)(*args), *[None] * num_scratch])
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         gpu_only = {

@@ -114,6 +114,21 @@ def test_a_layer_out_of_range_gives_the_empty_state() -> None:
         assert same_bits(at(1), flat)
 
 
+# ---- jax_debug_nans: memory to work in may hold anything
+
+
+def test_debug_nans_finds_none_where_there_are_none() -> None:
+    """Split requests leave most of the workspace unwritten; outside jit JAX looks at every result."""
+    stored = batch()
+    plan = make_plan(NHD, stored, CAUSAL)
+    size = 4 * plan.spec.slot_capacity * 4 * 18
+    q, k, v = (jnp.nan_to_num(jnp.asarray(x), posinf=1, neginf=1) for x in (stored.q, stored.k, stored.v))
+    for _ in range(3):
+        (jnp.full(size // 4, jnp.nan) + 1).block_until_ready()  # memory that the next results may get
+        with jax.debug_nans(True):
+            assert np.isfinite(jaxinfer.attention(q, k, v, stored.layout, plan, variant=CAUSAL)).all()
+
+
 # ---- the cache is copied instead of updated (sglang-jax#65, jax#1273)
 
 
