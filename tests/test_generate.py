@@ -262,6 +262,27 @@ def test_refusals(call: Any, message: str) -> None:
         call(shared_generator())
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: g.generate("text"), r"prompts must be a list of prompts, got one str; .*\[prompt\]"),
+        (lambda g: g.generate([3]), "prompt must be text, tokens, or a list of chat messages, got int"),
+        (lambda g: g.submit({"role": "user", "content": ""}), "a list of chat messages, got dict"),
+        (lambda g: g.submit([3], sampling={"seed": 1}), "sampling must be .*Sampling, got dict"),
+    ],
+)
+def test_refusals_of_other_kinds(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(shared_generator())
+
+
+def test_a_refused_prompt_takes_the_others_with_it() -> None:
+    generator = shared_generator()
+    with pytest.raises(ValueError, match="prompt: got 0 tokens"):
+        generator.generate([[3, 4], [5], []], max_tokens=2)
+    assert_idle(generator)
+
+
 def no_tokenizer() -> Model:
     return Model(tiny_model().config, tiny_model().params)
 

@@ -129,6 +129,8 @@ class Generator:
         prompt, a token outside the vocabulary, or a request that the model's context or the pool can never
         hold (with both numbers).
         """
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a jaxinfer.models.Sampling, got {type(sampling).__name__}")
         tokens = self.encode(prompt)
         vocab = self.model.config.vocab_size
         if not tokens:
@@ -171,6 +173,10 @@ class Generator:
             if tokenizer is None:
                 raise ValueError("prompt: got text, but this model has no tokenizer; give tokens")
             return tokenizer.encode(prompt)
+        if not isinstance(prompt, (Sequence, np.ndarray)):
+            raise TypeError(
+                f"prompt must be text, tokens, or a list of chat messages, got {type(prompt).__name__}"
+            )
         messages = [part for part in prompt if isinstance(part, Mapping)]
         tokens = [int(part) for part in prompt if not isinstance(part, Mapping)]
         if messages and tokens:
@@ -205,10 +211,23 @@ class Generator:
         sampling: Sampling | None = None,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Submits all prompts and waits; results in order of the prompts. Arguments as in `submit`."""
-        ids = [
-            self.submit(p, max_tokens=max_tokens, sampling=sampling, ignore_eos=ignore_eos) for p in prompts
-        ]
+        """Submits all prompts and waits; results in order of the prompts. Arguments as in `submit`; where one of
+        the prompts is refused, none is left queued.
+        """
+        if isinstance(prompts, (str, Mapping)):  # text is a sequence of texts, of one letter each
+            raise TypeError(
+                f"prompts must be a list of prompts, got one {type(prompts).__name__}; for one prompt give [prompt]"
+            )
+        ids: list[int] = []
+        try:
+            for prompt in prompts:
+                ids.append(
+                    self.submit(prompt, max_tokens=max_tokens, sampling=sampling, ignore_eos=ignore_eos)
+                )
+        except BaseException:
+            for i in ids:
+                self.cancel(i)
+            raise
         events: dict[int, list[Event]] = {i: [] for i in ids}
         for event in self.stream():
             if event.request_id in events:
