@@ -44,6 +44,8 @@ NB_MODULE(_native, m) {
         return platforms;
       },
       "Handler capsules by platform and FFI target name; where a target has stages, a dict of them.");
+  // Of the headers that the handlers were built with: XLA takes these and older ones.
+  m.attr("xla_ffi_api") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def(
       "cpu_isa", [] { return std::string(cpu::isa_name(cpu::isa())); },
       "The instruction set that the CPU executor uses here: 'scalar', 'avx2' or 'avx512'.");

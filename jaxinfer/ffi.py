@@ -7,7 +7,10 @@ in ffi/ read. What the operations mean and how their arguments are checked lives
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,8 +40,34 @@ Attributes = Mapping[str, Any]
 ABSENT = np.zeros(1, np.int32)
 
 
+def check_api(built: tuple[int, int], header: Path) -> None:
+    """Refuses a jaxlib whose XLA is older than the headers that the compiled library was built with.
+
+    XLA itself refuses them when its backends start, so that no program runs, and names no package.
+
+    Args:
+      built: `_native.xla_ffi_api`.
+      header: the running jaxlib's c_api.h; one that is not there says nothing.
+
+    Raises:
+      ImportError: names both versions and how to install again.
+    """
+    if not header.is_file():
+        return
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text(encoding="utf-8")))
+    runs = int(found.get("MAJOR", built[0])), int(found.get("MINOR", built[1]))
+    if built > runs:
+        raise ImportError(
+            f"jaxinfer's compiled library was built with headers of XLA's FFI {built[0]}.{built[1]}, jaxlib "
+            f"{metadata.version('jaxlib')} has {runs[0]}.{runs[1]}. Install jaxinfer again, without "
+            "--no-build-isolation: it is then built with the headers of jaxlib 0.10.2, which every later jaxlib "
+            "takes. Or install a newer jaxlib."
+        )
+
+
 def _register_targets() -> dict[str, frozenset[str]]:
     """Registers every handler with XLA; returns the targets of each platform."""
+    check_api(_native.xla_ffi_api, Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
     targets = {}
     for platform, handlers in _native.registrations().items():
         for name, capsule in handlers.items():

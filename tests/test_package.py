@@ -9,9 +9,12 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxinfer
+from jaxinfer import _native
+from jaxinfer.ffi import check_api
 
 SOURCE = Path(jaxinfer.__file__).parent
 
@@ -77,6 +80,18 @@ import jaxinfer
     assert done.returncode != 0
     assert "jaxinfer's compiled library (jaxinfer._native) is missing" in done.stderr
     assert "python -m pip install -e ." in done.stderr
+
+
+def test_a_jaxlib_older_than_the_headers_is_refused_by_name(tmp_path: Path):
+    """XLA's own refusal comes when its backends start, and stops every program, whatever it does."""
+    header = tmp_path / "c_api.h"
+    check_api((0, 5), header)  # no header, no verdict
+    header.write_text("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 4\n", encoding="utf-8")
+    check_api((0, 3), header)
+    check_api((0, 4), header)
+    with pytest.raises(ImportError, match=r"XLA's FFI 0\.5, jaxlib .* has 0\.4\. .*--no-build-isolation"):
+        check_api((0, 5), header)
+    check_api(_native.xla_ffi_api, Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
