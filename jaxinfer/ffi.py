@@ -206,8 +206,13 @@ def make_primitive(
     def program(**params: Any) -> Callable[..., list[Any]]:
         return jax.jit(lambda *args: primitive.bind(*args, **params)[: -num_scratch or None])
 
-    # Outside jit a result is looked at: jax_debug_nans would find NaN in scratch that was never written.
-    primitive.def_impl(lambda *args, **params: [*program(**params)(*args), *[None] * num_scratch])
+    def run(*args: Any, **params: Any) -> list[Any]:
+        with jax.disable_jit(False):  # else the program would bind the primitive outside jit again
+            results = program(**params)(*args)
+        # Outside jit a result is looked at: jax_debug_nans would find NaN in scratch that was never written.
+        return [*results, *[None] * num_scratch]
+
+    primitive.def_impl(run)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         gpu_only = {

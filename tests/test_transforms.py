@@ -129,6 +129,16 @@ def test_debug_nans_finds_none_where_there_are_none() -> None:
             assert np.isfinite(jaxinfer.attention(q, k, v, stored.layout, plan, variant=CAUSAL)).all()
 
 
+def test_disabled_jit_changes_no_bit() -> None:
+    stored = batch()
+    plan = make_plan(NHD, stored, CAUSAL)
+    operands = (stored.q, stored.k, stored.v, stored.layout, plan)
+    expected = jaxinfer.attention(*operands, variant=CAUSAL, return_lse=True)
+    with jax.disable_jit():
+        got = jaxinfer.attention(*operands, variant=CAUSAL, return_lse=True)
+    assert same_bits(got, expected)
+
+
 # ---- the cache is copied instead of updated (sglang-jax#65, jax#1273)
 
 
