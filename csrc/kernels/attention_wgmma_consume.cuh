@@ -39,8 +39,6 @@ class WgmmaConsumer {
   // lost what it saved to the assembler, which ran out of registers and products then waited for each other.
   static constexpr int kValuePart = kConsumers == 2 && kBlock % 32 == 0 ? 32 : kBlock;
   static constexpr bool kNarrows = kValuePart < kBlock && kBlock % 64 == 0 && Variant::kSoftmax;
-  // Rows that one word of present columns describes.
-  static constexpr int kRowsPerWord = kGather ? kBlock / 4 : 32;
   static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue,
                 "holes of the portable template alone");
 
@@ -49,6 +47,7 @@ class WgmmaConsumer {
       : params_(params),
         operands_(operands),
         memory_(memory),
+        columns_{memory},
         number_(0),
         barriers_{shared_address(memory + Shared::kBarriers)},
         consumer_(static_cast<int>(__reduce_max_sync(kFullWarp, threadIdx.x / kWarpgroupThreads))),
@@ -137,6 +136,7 @@ class WgmmaConsumer {
     int begin = first + (slot().num_blocks - 1) * kBlock;
     WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
     first_block(begin, begin == first);
+    if (Shared::kAsksOnce && begin != first) find_holes();
 #pragma unroll 1
     while (begin != first) {
       begin -= kBlock;
@@ -187,6 +187,14 @@ class WgmmaConsumer {
     clear_begin_ = begin;
     clear_end_ = end;
     __syncwarp();
+  }
+  // Where pages are missing no column is clear from the item's second block on, whose keys come with this
+  // news.
+  JAXINFER_DEVICE void find_holes() {
+    wait_keys();
+    bool whole = true;
+    if (lane() == 0) whole = columns_.has_whole_item(k_slot_.stage());  // as in all_present()
+    clear_end_ = __reduce_min_sync(kFullWarp, whole ? clear_end_ : kInt32Min);
   }
   JAXINFER_DEVICE ColumnRange* ranges() const {
     return reinterpret_cast<ColumnRange*>(memory_ + Shared::kRanges);
@@ -285,14 +293,14 @@ class WgmmaConsumer {
     wait_keys();
     start_scores(s);
     const bool leads = lane() == 0;
-    const bool all_there = all_present(leads);
     find_ranges();
+    const bool all_seen = all_present(leads, sees_all(begin));
     weights_.clear();
     if constexpr (kClearsBeside) clear_tail(begin);
     const bool narrow = kNarrows && __all_sync(kFullWarp, slot().kv_end - begin <= kBlock / 2);
     wait_products<0>();
     pin_registers(s);
-    finish_scores(begin, s, all_there, sees_all(begin, all_there), leads, last, narrow);
+    finish_scores(begin, s, all_seen, leads, last, narrow);
     if constexpr (Variant::kSoftmax) {
       weights_.first(s, exponents(), p_, narrow);
     } else {
@@ -312,12 +320,14 @@ class WgmmaConsumer {
       named_arrive(kTurn + (consumer() + 1 == kConsumers ? 0 : consumer() + 1), 2 * kWarpgroupThreads);
     }
     const bool leads = lane() == 0;
-    const bool all_there = all_present(leads);
-    const bool all_seen = sees_all(begin, all_there);
-    if constexpr (kPaged) split_block(params_.num_tokens);
+    bool all_seen = sees_all(begin);
+    if constexpr (kPaged && !Shared::kAsksOnce) {
+      all_seen = all_present(leads, all_seen);
+      split_block(params_.num_tokens);
+    }
     wait_products<1>();
     pin_registers(s);
-    finish_scores(begin, s, all_there, all_seen, leads, last);
+    finish_scores(begin, s, all_seen, leads, last);
     if constexpr (kEarly > 0) {
       weights_.start(s, exponents_behind());
       // Else the wait moves up into the softmax before it, which then waits for what it should run beside (5%
@@ -339,26 +349,21 @@ class WgmmaConsumer {
   JAXINFER_DEVICE int position(int begin, int c) const {
     return kPaged && params_.block_pos != nullptr ? positions()[c] : slot().kv_offset + begin + c;
   }
-  JAXINFER_DEVICE const int* positions() const {
-    return reinterpret_cast<const int*>(memory_ + Shared::kPositions) + k_slot_.stage() * kBlock;
-  }
-  // Whether every column of the block whose keys came is there. Only lane 0, which gives the slot back,
-  // reads: racecheck would not see that the reads of others end before it arrives.
-  JAXINFER_DEVICE bool all_present(bool leads) const {
-    if constexpr (!kPaged) return true;
-    bool all = true;
-    if (leads) {
-      const uint4 words = reinterpret_cast<const uint4*>(memory_ + Shared::kPresent)[k_slot_.stage()];
-      all = (words.x & words.y & words.z & words.w) == ~0u;
-    }
+  JAXINFER_DEVICE const int* positions() const { return columns_.positions(k_slot_.stage()); }
+  // Whether every column of the block whose keys came is there, and `besides`. Only lane 0, which gives the
+  // slot back, reads: racecheck would not see that the reads of others end before it arrives.
+  JAXINFER_DEVICE bool all_present(bool leads, bool besides) const {
+    if constexpr (!kPaged) return besides;
+    bool all = besides;
+    if (leads) all = besides & columns_.has_all(k_slot_.stage());
     return __all_sync(kFullWarp, all);
   }
 
   // Logits and masks of a block whose products are done; then its keys are given back by the lane that
-  // `leads`. What of a block is to be hidden was found before the wait for the products, which hides the way
-  // to shared memory: all columns are there, and all rows see them all.
-  JAXINFER_DEVICE void finish_scores(int begin, float (&s)[4 * kColumns], bool all_there, bool all_seen,
-                                     bool leads, bool last, bool narrow = false) {
+  // `leads`. Whether anything is to be hidden was found before the wait for the products, which hides the way
+  // to shared memory; as a vote, because what the assembler can put off until behind the wait it does.
+  JAXINFER_DEVICE void finish_scores(int begin, float (&s)[4 * kColumns], bool all_seen, bool leads,
+                                     bool last, bool narrow = false) {
     if constexpr (Variant::kLogits || !Variant::kSoftmax) {
       apply_logits(begin, s);
     } else if (params_.variant.sm_scale < 0.0f) {
@@ -368,20 +373,21 @@ class WgmmaConsumer {
     if constexpr (Variant::kMask) {
       apply_mask(begin, s);
     } else if (!all_seen) {
-      hide_columns(begin, s, all_there, narrow);
+      hide_columns(begin, s, leads, narrow);
     }
     release_keys(leads, last);
   }
 
-  // Whether nothing of a block is to be hidden, as far as can be told without reading positions.
-  JAXINFER_DEVICE bool sees_all(int begin, bool all_there) const {
-    return all_there && !by_position() && begin >= clear_begin_ && begin + kBlock <= clear_end_;
+  // Whether nothing of a block is to be hidden, as far as ranges can tell.
+  JAXINFER_DEVICE bool sees_all(int begin) const {
+    return !by_position() && begin >= clear_begin_ && begin + kBlock <= clear_end_;
   }
   JAXINFER_DEVICE bool by_position() const { return kPaged && kPositionRule && params_.block_pos != nullptr; }
   // What is not a whole block of columns that all rows see. By itself, because all other blocks would wait
   // for what it reads; and with few branches, because every block would join a warp behind what diverges
   // here.
-  JAXINFER_DEVICE void hide_columns(int begin, float (&s)[4 * kColumns], bool all_there, bool narrow) const {
+  JAXINFER_DEVICE void hide_columns(int begin, float (&s)[4 * kColumns], bool leads, bool narrow) const {
+    const bool all_there = all_present(leads, true);
     if (all_there && !by_position() && (kHidesBefore || begin >= slot().kv_begin)) {
       apply_ranges<0, kColumns / 2>(begin, s);
       if (!narrow) apply_ranges<kColumns / 2, kColumns>(begin, s);
@@ -429,7 +435,7 @@ class WgmmaConsumer {
         const int c = 2 * (lane() & 3) + (i >> 1) * 8 + (i & 1);
         const int index = begin + c;
         bool kept = (index >= slot().kv_begin) & (index < slot().kv_end);
-        if constexpr (kPaged) kept = kept & is_present(c);
+        if constexpr (kPaged) kept = kept & columns_.has(k_slot_.stage(), c);
         int kv_pos = 0;
         if (kPositionRule || Variant::kMask) kv_pos = position(begin, c);
         const int at = by_position ? kv_pos : index;
@@ -443,11 +449,6 @@ class WgmmaConsumer {
         x = (keep >> i & 1) != 0 ? x : hidden_score<Variant::kSoftmax>();
       }
     }
-  }
-  JAXINFER_DEVICE bool is_present(int c) const {
-    const uint32_t* const words =
-        reinterpret_cast<const uint32_t*>(memory_ + Shared::kPresent) + k_slot_.stage() * 4;
-    return (words[c / kRowsPerWord] >> (c % kRowsPerWord) & 1) != 0;
   }
 
   // Products to logits, through the variant where it wants that.
@@ -482,6 +483,7 @@ class WgmmaConsumer {
   const AttentionParams& params_;
   const VariantOperands& operands_;
   char* memory_;
+  WgmmaColumns<Config> columns_;
   int number_;  // with fewer than three consumers
   WgmmaBarriers<Config> barriers_;
   int consumer_;

@@ -33,10 +33,11 @@ class WgmmaItems {
     if (lane_ == 31) read_ahead(params_.kv_offset + state_.item.bsr_row);
   }
 
-  // The item and Q. Rows of a warpgroup by themselves where tokens do not straddle them, else the whole tile
-  // for all of them.
-  JAXINFER_DEVICE void publish(int number) {
-    const bool has_blocks = write_slot(number);
+  // The item, as it is bounded and cut into blocks, and Q. Rows of a warpgroup by themselves where tokens do
+  // not straddle them, else the whole tile for all of them.
+  JAXINFER_DEVICE void publish(int number, const Item& item, const BlockRange<Config>& blocks) {
+    write_slot(number, item, blocks);
+    const bool has_blocks = blocks.count > 0;
     const int group = Config::kPacked ? forget(params_.group_divider.divisor) : 1;
     const int first_head = Config::kPacked ? state_.head * group : state_.head;
     const bool split = has_split_query<Config>(params_);
@@ -75,10 +76,8 @@ class WgmmaItems {
 
  private:
   // Before anything is waited for: consumers that have left Q of the item two before this one have left what
-  // was in the slot. By one lane, that whose arrival publishes it. Returns whether the item has blocks.
-  JAXINFER_DEVICE bool write_slot(int number) const {
-    const Item item = bounded_item<Config>(params_, state_);
-    const BlockRange<Config> blocks(item);
+  // was in the slot. By one lane, that whose arrival publishes it.
+  JAXINFER_DEVICE void write_slot(int number, const Item& item, const BlockRange<Config>& blocks) const {
     if (elect_lane()) {
       ItemSlot& slot = item_slot(number);
       const int offset = blocks.count > 0 ? __ldg(params_.kv_offset + item.bsr_row) : 0;
@@ -95,7 +94,6 @@ class WgmmaItems {
       slot.kv_offset = offset;
     }
     __syncwarp();
-    return blocks.count > 0;
   }
   // Until the owners of part c have left Q of the item before `number`.
   JAXINFER_DEVICE void wait_query_empty(int c, bool split, int number) const {

@@ -53,6 +53,7 @@ class WgmmaProducer {
     // Where this lane's row (gather) or box lies, in RowSteps' units; contiguous: the block's first row.
     uint32_t own[kParts];
     bool all[kParts];  // all rows of a part are there (gather)
+    bool whole;        // see WgmmaColumns::whole
     // `own` of other lanes: of the boxes that this warp copies, or of the rows of the first part that this
     // lane does.
     uint32_t others[kGather ? kGroups : kMostBoxes];
@@ -67,6 +68,7 @@ class WgmmaProducer {
         cls_(cls),
         maps_(maps),
         memory_(memory),
+        columns_{memory},
         barriers_{shared_address(memory + Shared::kBarriers)},
         shared_(shared_address(memory)),
         warp_(static_cast<int>(threadIdx.x >> 5) % kWarps),
@@ -101,16 +103,22 @@ class WgmmaProducer {
       const BlockRange<Config> blocks(item);
       // For all warps of the CTA: what starts an item would wait for it.
       if (kKeys && warp_ == 0) read_ahead(cursor.item_behind());
-      if (publishes) items.publish(number++);
+      if (publishes) items.publish(number++, item, blocks);
       if (blocks.count == 0) continue;
       if (kKeys && warp_ == 0) items.read_rows_ahead();
       begin_item<kKeys>();
+      if constexpr (kKeys && Shared::kAsksOnce) {
+        if (warp_ == 0) read_pages_ahead();
+      }
       const int last = blocks.begin(blocks.count - 1);
       Pages pages = look_up(last);
       for (int begin = last; begin >= blocks.first; begin -= Config::kBlockKV) {
         // Page ids are read a block ahead: else every block would wait for them.
         const Pages next = begin > blocks.first ? look_up(begin - Config::kBlockKV) : Pages();
-        const Block block = prepare<kKeys>(begin, pages, steps);
+        Block block = prepare<kKeys>(begin, pages, steps);
+        // Between the first two blocks of an item, when consumers are busy with the first.
+        if constexpr (kKeys && Shared::kAsksOnce)
+          block.whole = begin + Config::kBlockKV == last && has_all_pages();
         wait_barrier(kKeys ? barriers_.k_empty(slot.stage()) : barriers_.v_empty(slot.stage()),
                      slot.parity());
         load<kKeys>(slot.stage(), block);
@@ -181,6 +189,27 @@ class WgmmaProducer {
       }
     }
     return pages;
+  }
+
+  // Pages [first_page, end_page) of the row's list hold an item's columns; none where the list is too short.
+  JAXINFER_DEVICE int first_page() const { return params_.page_divider.divide(state_.item.kv_begin); }
+  JAXINFER_DEVICE int end_page() const {
+    return limit_ < state_.item.kv_end ? 0 : params_.page_divider.divide(state_.item.kv_end - 1) + 1;
+  }
+  // Brings their ids to L1, 32 by a lane.
+  JAXINFER_DEVICE void read_pages_ahead() const {
+    const int end = end_page();
+    for (int i = first_page() + lane_ * 32; i < end; i += 1024) read_ahead(table_ + i);
+  }
+  // Whether all pages of an item are there, of those that this warp looks at. A vote of consumers at every
+  // block is 1% slower (pages of 16, head dim 128).
+  JAXINFER_DEVICE bool has_all_pages() const {
+    const int end = end_page();
+    bool whole = end > 0;
+#pragma unroll 2
+    for (int i = first_page() + warp_ * 32 + lane_; i < end; i += kWarps * 32)
+      whole = whole & (static_cast<uint32_t>(__ldg(table_ + i)) < num_pages_);
+    return __all_sync(kFullWarp, whole);
   }
 
   // What `load` needs; slots are not touched yet.
@@ -278,6 +307,7 @@ class WgmmaProducer {
         }
       }
       if (kKeys && warp_ == 0) store_present(stage, block.there[0]);
+      if (kKeys && Shared::kAsksOnce) columns_.whole(stage)[warp_] = block.whole ? 1 : 0;
       arrive_expecting(full, count * kBoxBytes);
     }
     __syncwarp();
@@ -381,24 +411,21 @@ class WgmmaProducer {
       }
     }
   }
-  JAXINFER_DEVICE int* positions(int stage) const {
-    return reinterpret_cast<int*>(memory_ + Shared::kPositions) + stage * Config::kBlockKV;
-  }
   // Both before the arrival of a lane of the same warp.
   JAXINFER_DEVICE void publish(int stage, const Block& block) const {
-    uint32_t* const words = reinterpret_cast<uint32_t*>(memory_ + Shared::kPresent) + stage * 4;
+    uint32_t* const words = reinterpret_cast<uint32_t*>(columns_.words(stage));
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int word = warp_ * kParts + part;
       if (lane_ == 0) words[word] = block.there[part] | (kLanes < 32 ? ~0u << (kLanes & 31) : 0u);
       if (params_.block_pos != nullptr && has_place())
-        positions(stage)[word * kLanes + row_of(lane_)] = block.position[part];
+        columns_.positions(stage)[word * kLanes + row_of(lane_)] = block.position[part];
     }
   }
   JAXINFER_DEVICE void publish_positions(int stage, const Block& block) const {
     if (warp_ == 0 && lane_ < kLanes) {
       for (int r = 0; r < Config::kPageBox; ++r) {
-        positions(stage)[lane_ * Config::kPageBox + r] = block.position[0] + r;
+        columns_.positions(stage)[lane_ * Config::kPageBox + r] = block.position[0] + r;
       }
     }
     __syncwarp();  // what other lanes wrote comes before the arrival of the one that publishes it
@@ -406,7 +433,7 @@ class WgmmaProducer {
   // By the lane that announces the bytes of K, so that its own arrival publishes the words: racecheck
   // follows a barrier from the threads that arrive, not through a __syncwarp before.
   JAXINFER_DEVICE void store_present(int stage, uint32_t there) const {
-    uint4* const words = reinterpret_cast<uint4*>(memory_ + Shared::kPresent) + stage;
+    uint4* const words = columns_.words(stage);
     constexpr int kPerWord = 32 / Config::kPageBox;
     const uint32_t boxes = there | ~0u << (Config::kBlockKV / Config::kPageBox);
     if (boxes == ~0u) {
@@ -432,6 +459,7 @@ class WgmmaProducer {
   int cls_;
   const TensorMaps& maps_;
   char* memory_;
+  WgmmaColumns<Config> columns_;
   WgmmaBarriers<Config> barriers_;
   uint32_t shared_;
   int warp_;

@@ -41,9 +41,12 @@ struct WgmmaShared {
   static constexpr int kKBytes = kPanelsQk * kKvPanel;
   static constexpr int kVBytes = kPanelsVo * kKvPanel;
   static constexpr int kStages = Config::kStages;
+  static constexpr bool kBoxes = Config::kPageBox > 0;
+  // Whether consumers ask once an item whether pages are missing, not at every block: three have no registers
+  // for the answer, nor their producers for finding it.
+  static constexpr bool kAsksOnce = kBoxes && kConsumers < 3;
   // How far apart the patterns of a panel of K or V lie, and its panels. One box brings all panels of its
   // rows, eight rows of each after the other.
-  static constexpr bool kBoxes = Config::kPageBox > 0;
   static constexpr int kKPattern = (kBoxes ? kPanelsQk : 1) * kPatternBytes;
   static constexpr int kVPattern = (kBoxes ? kPanelsVo : 1) * kPatternBytes;
   static constexpr int kNextPanel = kBoxes ? kPatternBytes : kKvPanel;
@@ -51,10 +54,11 @@ struct WgmmaShared {
   static constexpr int kQuery = 0;
   static constexpr int kK = kQuery + kPanelsQk * kQueryPanel;
   static constexpr int kV = kK + kStages * kKBytes;
-  static constexpr int kRanges = kV + kStages * kVBytes;        // ColumnRange[tile]
-  static constexpr int kPresent = kRanges + Config::kTile * 8;  // uint4[stages]
-  static constexpr int kPositions = kPresent + kStages * 16;    // int[stages][block]
-  static constexpr int kBarriers = kPositions + kStages * Config::kBlockKV * 4;
+  static constexpr int kRanges = kV + kStages * kVBytes;                      // ColumnRange[tile]
+  static constexpr int kPresent = kRanges + Config::kTile * 8;                // uint4[stages]
+  static constexpr int kPositions = kPresent + kStages * 16;                  // int[stages][block]
+  static constexpr int kWhole = kPositions + kStages * Config::kBlockKV * 4;  // int[stages][2]
+  static constexpr int kBarriers = kWhole + kStages * 8;
   static constexpr int kNumBarriers = 2 * kConsumers + 4 * kStages;
   static constexpr int kItems = kBarriers + kNumBarriers * 8;  // ItemSlot[kItemSlots]
   static constexpr int kNumbers = kItems + kItemSlots * static_cast<int>(sizeof(ItemSlot));  // int[warps]
@@ -88,6 +92,39 @@ struct WgmmaBarriers {
  private:
   JAXINFER_DEVICE uint32_t ring(int which, int stage) const {
     return first + 8 * (2 * Shared::kConsumers + which * Shared::kStages + stage);
+  }
+};
+
+// Which columns of the blocks in the ring are there, as bits of four words, and their positions where the
+// layout gives them: producers of K write them before their arrival.
+template <class Config>
+struct WgmmaColumns {
+  using Shared = WgmmaShared<Config>;
+  // Rows that one word describes: those of a part of a gathering warp, else 32.
+  static constexpr int kRowsPerWord = Config::kPageBox == 0 ? Config::kBlockKV / 4 : 32;
+  char* memory;
+
+  JAXINFER_DEVICE uint4* words(int stage) const {
+    return reinterpret_cast<uint4*>(memory + Shared::kPresent) + stage;
+  }
+  JAXINFER_DEVICE int* positions(int stage) const {  // int[block]
+    return reinterpret_cast<int*>(memory + Shared::kPositions) + stage * Config::kBlockKV;
+  }
+  // Of an item's second block, by warps of K: 1 where all pages of the item that the warp looked at are
+  // there.
+  JAXINFER_DEVICE int* whole(int stage) const {
+    return reinterpret_cast<int*>(memory + Shared::kWhole) + stage * 2;
+  }
+  JAXINFER_DEVICE bool has_whole_item(int stage) const {
+    return (whole(stage)[0] & whole(stage)[Config::kProducerWarps / 2 - 1]) != 0;
+  }
+  JAXINFER_DEVICE bool has_all(int stage) const {
+    const uint4 w = *words(stage);
+    return (w.x & w.y & w.z & w.w) == ~0u;
+  }
+  JAXINFER_DEVICE bool has(int stage, int c) const {
+    const uint32_t word = reinterpret_cast<const uint32_t*>(words(stage))[c / kRowsPerWord];
+    return (word >> (c % kRowsPerWord) & 1) != 0;
   }
 };
 
