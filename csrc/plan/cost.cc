@@ -23,7 +23,7 @@ namespace jaxinfer {
 // - granule: the four streams of a CTA read 16 tokens each at a time.
 // - merge: the merge kernel is worth launching where cuts win more than its 2 to 4 us, 80 tokens of a CTA.
 // - merge_token: the merge of one query token's two pieces (32 heads, head dim 128) takes 0.14 us, a CTA with
-//   two of eight heads 32 ns for a KV token.
+//   two of eight heads 26 ns for a KV token.
 // - weight, in nanoseconds: while all 264 CTAs read, each takes 30 for one KV token (K and V, head dim 128,
 //   bf16, 4.5 TB/s); while all 132 CTAs multiply, or some do beside others that read, 13 for 128 rows: chunks
 //   of 2048 tokens of 8192, 4 of 2048 of 2048 and 4096 of 4096 take 376, 265 and 236 us by it, 380, 252 and
@@ -32,9 +32,9 @@ Costs default_costs(Schedule schedule, const ClassFormat& cls, int32_t group_siz
   constexpr Costs kMemoryBound{/*fixed=*/48,  /*alpha=*/1,    /*beta=*/1,   /*block=*/1,
                                /*floor=*/512,
                                /*weight=*/30, /*granule=*/64, /*merge=*/80, /*merge_token=*/0};
-  constexpr Costs kComputeBound{/*fixed=*/192,  /*alpha=*/1,    /*beta=*/1,    /*block=*/128,
+  constexpr Costs kComputeBound{/*fixed=*/224,  /*alpha=*/0,    /*beta=*/1,    /*block=*/128,
                                 /*floor=*/1024,
-                                /*weight=*/13,  /*granule=*/64, /*merge=*/128, /*merge_token=*/4};
+                                /*weight=*/13,  /*granule=*/64, /*merge=*/128, /*merge_token=*/5};
   const bool compute_bound = cls.is_compute_bound(group_size);
   Costs costs = compute_bound ? kComputeBound : kMemoryBound;
   if (compute_bound) costs.weight = costs.weight * cls.tile / 128;

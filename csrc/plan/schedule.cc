@@ -7,6 +7,7 @@
 
 #include "plan/clip.h"
 #include "plan/cost.h"
+#include "plan/level.h"
 
 namespace jaxinfer {
 namespace {
@@ -203,6 +204,7 @@ struct Scratch {
   std::vector<int32_t> order;      // [tiles or pieces]
   std::vector<int64_t> loads;      // [queues]
   Heap heap;
+  ClassPieces leveled;
 };
 
 // A compute-bound class, cut and dealt already: deals whole tiles instead where that ends with the class
@@ -257,6 +259,22 @@ void sort_queues(const std::vector<Tile>& tiles, const Costs& costs, int32_t num
   std::vector<int32_t> rank(num_queues);
   for (int32_t i = 0; i < num_queues; ++i) rank[order[i]] = i;
   for (Piece& p : pieces->pieces) p.queue = rank[p.queue];
+}
+
+// A compute-bound class that has the machine for itself: takes whole tiles with a few of them levelled in
+// place of `out`, where the CTAs and a merge then end earlier.
+void prefer_level(const std::vector<Tile>& tiles, const PlanRequest& request, int32_t c, Scratch* scratch,
+                  ClassPieces* out) {
+  const ClassFormat& cls = request.format.classes[c];
+  const Costs& costs = request.costs[c];
+  const int64_t heads = num_heads(cls, request.num_qo_heads, request.num_kv_heads);
+  ClassPieces& leveled = scratch->leveled;
+  leveled.pieces.clear();
+  deal_whole(tiles, scratch->order, costs, cls.num_queues, &scratch->heap, &leveled);
+  sort_queues(tiles, costs, cls.num_queues, &leveled);
+  const int64_t cost = cost_of_ctas(tiles, costs, cls, heads, *out);
+  // Less than that is worth no merge: pieces are not where the others of their K and V are.
+  if (level_ctas(tiles, costs, cls, heads, &leveled) < cost - cost / 128) out->pieces.swap(leveled.pieces);
 }
 
 }  // namespace
@@ -316,7 +334,18 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
     const auto cost = [&](size_t i) {
       return tile_cost(c, tiles[c][i], tiles[c][i].kv_end - tiles[c][i].kv_begin);
     };
-    sort_by_cost(tiles[c].size(), by_section, cost, [](size_t i) { return i; }, &scratch);
+    const auto sort_tiles = [&](bool sections) {
+      sort_by_cost(tiles[c].size(), sections, cost, [](size_t i) { return i; }, &scratch);
+    };
+    sort_tiles(false);
+    if (by_section && scratch.sections.back() > 0) {
+      const int64_t mixed = deal_whole(tiles[c], scratch.order, costs, num_queues, &scratch.heap, nullptr);
+      sort_tiles(true);
+      // The last section may begin with tiles that are too long to even out what the ones before it leave.
+      if (deal_whole(tiles[c], scratch.order, costs, num_queues, &scratch.heap, nullptr) > mixed / 16 * 17) {
+        sort_tiles(false);
+      }
+    }
     if (request.schedule == Schedule::kRuns && !by_section) {
       schedule_runs(tiles[c], scratch.order, costs, num_queues, total_cost[c], &scratch.heap, &classes[c]);
     } else {
@@ -330,7 +359,12 @@ void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
         if (shares.free_load > 0) shares.queues[0] = reading_queues(request, total_cost, shares, load);
       }
     }
-    if (by_section) sort_queues(tiles[c], costs, num_queues, &classes[c]);
+    if (by_section) {
+      sort_queues(tiles[c], costs, num_queues, &classes[c]);
+      if (shares.free_load == 0 && tiles[c].size() >= static_cast<size_t>(num_queues)) {
+        prefer_level(tiles[c], request, c, &scratch, &classes[c]);
+      }
+    }
     classes[c].order.resize(classes[c].pieces.size());
     std::iota(classes[c].order.begin(), classes[c].order.end(), 0);
   }
