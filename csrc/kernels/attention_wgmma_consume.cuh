@@ -38,7 +38,8 @@ class WgmmaConsumer {
   // columns in halves. Three consumers have no registers for that. Half of Q K^T, in a branch of its own,
   // lost what it saved to the assembler, which ran out of registers and products then waited for each other.
   static constexpr int kValuePart = kConsumers == 2 && kBlock % 32 == 0 ? 32 : kBlock;
-  static constexpr bool kNarrows = kValuePart < kBlock && kBlock % 64 == 0 && Variant::kSoftmax;
+  static constexpr bool kParts = kValuePart < kBlock;
+  static constexpr bool kNarrows = kParts && kBlock % 64 == 0 && Variant::kSoftmax;
   static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue,
                 "holes of the portable template alone");
 
@@ -62,8 +63,9 @@ class WgmmaConsumer {
       if (slot().is_end != 0) break;
       if (slot().num_blocks > 0) {
         run_item();
-      } else {
-        run_empty_item();
+      } else {  // not by WgmmaStore: another source of o would leave too few registers for products in flight
+        write_empty_item<Config, Variant>(params_, item(), slot().cursor.head);
+        arrive(barriers_.query_empty(consumer()));
       }
     }
   }
@@ -137,10 +139,16 @@ class WgmmaConsumer {
     WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
     first_block(begin, begin == first);
     if (Shared::kAsksOnce && begin != first) find_holes();
+    // The second block by itself: all others need not ask whether the one before is the first, of which parts
+    // count.
+    if (kParts && begin != first) {
+      begin -= kBlock;
+      next_block<true>(begin, begin == first);
+    }
 #pragma unroll 1
     while (begin != first) {
       begin -= kBlock;
-      next_block(begin, begin == first);
+      next_block<!kParts>(begin, begin == first);
     }
     wait_values();
     start_values(slot().kv_end - begin);
@@ -150,17 +158,6 @@ class WgmmaConsumer {
     release_values(lane() == 0);
     store.write_output();
   }
-  // No column to see: tokens of no row, or of a row whose columns are not there. Not by WgmmaStore, whose
-  // other source of o would leave the assembler too few registers to keep products in flight.
-  JAXINFER_DEVICE void run_empty_item() {
-    if (item().out < 0) {
-      write_empty<ConsumerConfig<Config>>(params_, item(), slot().cursor.head);
-    } else {
-      write_empty_partial<ConsumerConfig<Config>, Variant>(params_, item(), slot().cursor.head);
-    }
-    arrive(barriers_.query_empty(consumer()));
-  }
-
   // Columns that every row of this warp sees, to shared memory, and those that all see.
   JAXINFER_DEVICE void find_ranges() {
     int begin = slot().kv_begin;
@@ -309,13 +306,19 @@ class WgmmaConsumer {
     if constexpr (!kClearsBeside) clear_tail(begin);
   }
 
+  template <bool kBehindFirst>  // the block before may be the item's first one
   JAXINFER_DEVICE void next_block(int begin, bool last) {
     float s[4 * kColumns];
     wait_keys();
     if constexpr (kPingPong) named_sync(kTurn + consumer(), 2 * kWarpgroupThreads);
     start_scores(s);
     wait_values();
-    start_values(slot().kv_end - begin - kBlock);
+    if constexpr (kBehindFirst) {
+      start_values(slot().kv_end - begin - kBlock);
+    } else {
+      pin_registers(o_);
+      start_some_values<kBlock>(true);
+    }
     if constexpr (kPingPong) {
       named_arrive(kTurn + (consumer() + 1 == kConsumers ? 0 : consumer() + 1), 2 * kWarpgroupThreads);
     }

@@ -34,9 +34,10 @@ class WgmmaItems {
   }
 
   // The item, as it is bounded and cut into blocks, and Q. Rows of a warpgroup by themselves where tokens do
-  // not straddle them, else the whole tile for all of them.
+  // not straddle them, else the whole tile for all of them. The first copies come before the item is written,
+  // which takes less time than they do (0.3 to 0.8% of 8 x 1024 causal tokens on an H200): bytes may land
+  // before they are announced, as the arrival is still to come.
   JAXINFER_DEVICE void publish(int number, const Item& item, const BlockRange<Config>& blocks) {
-    write_slot(number, item, blocks);
     const bool has_blocks = blocks.count > 0;
     const int group = Config::kPacked ? forget(params_.group_divider.divisor) : 1;
     const int first_head = Config::kPacked ? state_.head * group : state_.head;
@@ -45,18 +46,22 @@ class WgmmaItems {
     const int rows = split ? 64 : Config::kTile;
     const int tokens = Config::kPacked ? params_.group_divider.divide(rows) : rows;  // of a part
     for (int c = 0; c < parts; ++c) {
+      const uint32_t full = barriers_.query_full(c);
       wait_query_empty(c, split, number);
-      if (elect_lane()) {
-        const uint32_t full = barriers_.query_full(c);
-        if (!has_blocks) {
-          arrive(full);
-        } else {
-          arrive_expecting(full, Shared::kPanelsQk * tokens * group * kPanelBytes);
+      if (has_blocks && elect_lane()) {
 #pragma unroll
-          for (int p = 0; p < Shared::kPanelsQk; ++p) {
-            copy_box(shared_ + Shared::kQuery + p * Shared::kQueryPanel + c * 64 * kPanelBytes, &maps_.q,
-                     full, p * kPanelElements, first_head, state_.item.token_begin + c * tokens);
-          }
+        for (int p = 0; p < Shared::kPanelsQk; ++p) {
+          copy_box(shared_ + Shared::kQuery + p * Shared::kQueryPanel + c * 64 * kPanelBytes, &maps_.q, full,
+                   p * kPanelElements, first_head, state_.item.token_begin + c * tokens);
+        }
+      }
+      __syncwarp();
+      if (c == 0) write_slot(number, item, blocks);
+      if (elect_lane()) {
+        if (has_blocks) {
+          arrive_expecting(full, Shared::kPanelsQk * tokens * group * kPanelBytes);
+        } else {
+          arrive(full);
         }
       }
       __syncwarp();
@@ -75,8 +80,8 @@ class WgmmaItems {
   }
 
  private:
-  // Before anything is waited for: consumers that have left Q of the item two before this one have left what
-  // was in the slot. By one lane, that whose arrival publishes it.
+  // By one lane, that whose arrival publishes it. Consumers that have left Q of the item two before this one
+  // have left what was in the slot.
   JAXINFER_DEVICE void write_slot(int number, const Item& item, const BlockRange<Config>& blocks) const {
     if (elect_lane()) {
       ItemSlot& slot = item_slot(number);

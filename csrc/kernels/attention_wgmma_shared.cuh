@@ -19,8 +19,8 @@ struct ItemSlot {
   int kv_end;
   int kv_offset;  // position of the row's first KV token
 };
-// Consumers that have left Q of item n have left item n - 1, so when item n + 2 is written, which is before
-// its turn to wait for Q of item n + 1, slots n and n + 1 may still be read.
+// Consumers that have left Q of item n have left item n - 1. When item n + 2 is written, the last of them may
+// have left no more than that: slots n and n + 1 may still be read.
 constexpr int kItemSlots = 4;
 
 // Columns that a query row sees, [begin, end): indices in the BSR row's list, or positions where the layout
