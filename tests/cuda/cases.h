@@ -195,6 +195,8 @@ inline std::vector<Case> make_cases() {
     o.classes = {{1, true}};
     list.push(o);
   }
+  // Rows that are no multiple of a line.
+  for (const int tile : {16, 32, 64, 128}) list.add(base(bf16, 96, 96, {{tile, true}}, kCausal), 6);
   return list.cases;
 }
 
