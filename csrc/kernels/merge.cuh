@@ -166,8 +166,8 @@ JAXINFER_DEVICE void merge(const AttentionParams& params, const VariantOperands&
   const uint32_t all = static_cast<uint32_t>(__ldg(params.plan + kHeaderNumMerge)) * Piece::of_entry(params);
   uint32_t i = blockIdx.x * (Config::kNumThreads / 32) + warp_index();
   bool exist = !kStartsEarly || blockIdx.x >= kBesideAttention * num_multiprocessors();
-  if (exist) wait_for_earlier_kernels();
   if (i < all) {
+    if (exist) wait_for_earlier_kernels();
     Piece piece(params, i, lane);
     do {
       // Read ahead, but nothing where this is the only one, as in small batches: what is done between the
