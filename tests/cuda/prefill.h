@@ -84,7 +84,7 @@ struct PrefillBench {
   bool portable;  // measure the portable kernel, too
 };
 std::vector<PrefillBench> make_prefill_benches();
-// Measures with every build that has a row's kernel.
-void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::string& filter);
+// Measures with every build that has a row's kernel. `in_pairs`: differences with confidence intervals.
+void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::string& filter, bool in_pairs);
 
 }  // namespace jaxinfer::test

@@ -1,5 +1,6 @@
 // Throughput of the warpgroup kernel on batches of serving size, beside the portable kernel. The card is
 // limited by power: contestants run in short bursts, in an order that rotates, so that heat hits all alike.
+// What differs by less than a round from the next is compared in pairs, round by round.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -124,8 +125,40 @@ void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
   a.partial_sum = scratch(slot_heads);
 }
 
-// All contestants of one row: neighbours in the list with the same name up to the last word.
-void run_row(const std::vector<const PrefillBench*>& row, const std::vector<PrefillKernels>& builds) {
+struct Difference {
+  double mean, error;  // of a's time from b's in percent, and half of the 95% confidence interval
+};
+Difference paired_difference(const Contestant& a, const Contestant& b) {
+  const size_t rounds = a.milliseconds.size() - 1;
+  double sum = 0, squares = 0;
+  for (size_t i = 1; i <= rounds; ++i) {
+    const double x = 100.0 * (a.milliseconds[i] / b.milliseconds[i] - 1.0);
+    sum += x;
+    squares += x * x;
+  }
+  const double mean = sum / rounds;
+  return {mean, 1.96 * std::sqrt((squares / rounds - mean * mean) / (rounds - 1))};
+}
+
+// Of the products of queries with keys that they see, and of weights with values.
+double count_flops(const Problem& p, const Options& o) {
+  double pairs = 0;
+  for (size_t r = 0; r < p.q_len.size(); ++r) {
+    for (int i = 0; i < p.q_len[r]; ++i) {
+      int64_t seen = p.kv_len[r];
+      if ((o.rules & kRuleCausal) != 0) seen = seen - p.q_len[r] + i + 1;
+      if ((o.rules & kRuleWindowLeft) != 0) seen = std::min<int64_t>(seen, o.window_left + 1);
+      pairs += static_cast<double>(seen);
+    }
+  }
+  return 2.0 * pairs * o.num_qo_heads * (o.head_dim_qk + o.head_dim_vo);
+}
+
+// All contestants of one row: neighbours in the list with the same name up to the last word. `in_pairs`: many
+// short rounds, and of each contestant how much longer it takes than the same way of the first build, which
+// itself is compared with the row's first way.
+void run_row(const std::vector<const PrefillBench*>& row, const std::vector<PrefillKernels>& builds,
+             bool in_pairs) {
   const Options& o = row[0]->options;
   running() = row[0]->name;
   std::mt19937 rng(1);
@@ -136,6 +169,7 @@ void run_row(const std::vector<const PrefillBench*>& row, const std::vector<Pref
   std::vector<Contestant> contestants;
   for (const PrefillBench* bench : row) {
     for (const PrefillKernels& build : builds) {
+      if (in_pairs && bench->portable) continue;
       const AttentionParams params = row_params(*bench);
       if (bench->portable ? !build.kernels.has(attention_spec(params, 0)) : !build.has(wgmma_spec(params, 0)))
         continue;
@@ -156,16 +190,6 @@ void run_row(const std::vector<const PrefillBench*>& row, const std::vector<Pref
     c.params.v = v.as<void>();
     c.params.o = out.as<void>();
   }
-  double pairs = 0;
-  for (size_t r = 0; r < p.q_len.size(); ++r) {
-    for (int i = 0; i < p.q_len[r]; ++i) {
-      int64_t seen = p.kv_len[r];
-      if ((o.rules & kRuleCausal) != 0) seen = seen - p.q_len[r] + i + 1;
-      if ((o.rules & kRuleWindowLeft) != 0) seen = std::min<int64_t>(seen, o.window_left + 1);
-      pairs += static_cast<double>(seen);
-    }
-  }
-  const double flops = 2.0 * pairs * o.num_qo_heads * (o.head_dim_qk + o.head_dim_vo);
   cudaEvent_t begin, end;
   CHECK_CUDA(cudaEventCreate(&begin));
   CHECK_CUDA(cudaEventCreate(&end));
@@ -176,13 +200,13 @@ void run_row(const std::vector<const PrefillBench*>& row, const std::vector<Pref
       launch_wgmma(*c.kernels, c.params, nullptr, Merge::kDependent);
     }
   };
-  constexpr int kRounds = 6;
-  constexpr double kBurst = 30.0;  // milliseconds
-  for (int round = 0; round <= kRounds; ++round) {
+  const int rounds = in_pairs ? 120 : 6;
+  const double burst = in_pairs ? 3.0 : 30.0;  // milliseconds
+  for (int round = 0; round <= rounds; ++round) {
     for (size_t i = 0; i < contestants.size(); ++i) {
       Contestant& c = contestants[(i + round) % contestants.size()];
       // The first round warms up and finds how many launches make a burst.
-      const int launches = round == 0 ? 3 : std::max(2, static_cast<int>(kBurst / c.milliseconds[0]));
+      const int launches = round == 0 ? 3 : std::max(2, static_cast<int>(burst / c.milliseconds[0]));
       CHECK_CUDA(cudaEventRecord(begin, nullptr));
       for (int n = 0; n < launches; ++n) go(c);
       CHECK_CUDA(cudaEventRecord(end, nullptr));
@@ -193,12 +217,23 @@ void run_row(const std::vector<const PrefillBench*>& row, const std::vector<Pref
     }
   }
   std::printf("%-34s", row[0]->name.substr(0, row[0]->name.rfind(' ')).c_str());
-  for (Contestant& c : contestants) {
+  std::vector<Difference> differences;
+  for (const Contestant& c : contestants) {
+    const Contestant* to = &contestants[0];
+    for (const Contestant& other : contestants) {
+      if (other.bench == c.bench && other.kernels == &builds[0] && &other != &c) to = &other;
+    }
+    differences.push_back(paired_difference(c, *to));
+  }
+  for (size_t i = 0; i < contestants.size(); ++i) {
+    Contestant& c = contestants[i];
     std::sort(c.milliseconds.begin() + 1, c.milliseconds.end());
-    const double ms = c.milliseconds[1 + kRounds / 2];
+    const double ms = c.milliseconds[1 + rounds / 2];
+    const double flops = count_flops(p, c.bench->options);
     std::printf("  %s%s %.0f (%.0f-%.0f)", c.bench->name.substr(c.bench->name.rfind(' ') + 1).c_str(),
                 c.kernels->label.c_str(), flops / ms * 1e-9, flops / c.milliseconds.back() * 1e-9,
                 flops / c.milliseconds[1] * 1e-9);
+    if (in_pairs && i > 0) std::printf(" %+.2f%% +- %.2f", differences[i].mean, differences[i].error);
     if (!c.bench->portable && c.kernels == &builds[0]) std::printf(" bal %.2f sl %d", c.balance, c.slots);
   }
   std::printf("\n");
@@ -251,6 +286,9 @@ std::vector<PrefillBench> make_prefill_benches() {
   uncapped.name = "uncapped";
   uncapped.without = kRuleSoftCap;
   const std::vector<Way> capped = {ways[0], uncapped, ways[2]};
+  Way whole = ways[0];
+  whole.name = "whole";
+  whole.without = kRuleWindowLeft;
   const std::vector<Way> narrow = {{"u192", {192, false}, kMultiprocessors, false},
                                    {"p192", {192, true}, kMultiprocessors, false},
                                    {"u128", {128, false}, kMultiprocessors, false},
@@ -279,7 +317,7 @@ std::vector<PrefillBench> make_prefill_benches() {
       all.push_back({name + " " + way.name, o, way.portable});
     }
   };
-  const Rows four(4, {4096, 4096}), one(1, {16384, 16384}), sixteen(16, {1024, 1024}),
+  const Rows four(4, {4096, 4096}), one(1, {16384, 16384}), eight(8, {1024, 1024}), sixteen(16, {1024, 1024}),
       chunks(16, {512, 8192});
   add("4x4096 d128 causal dense", ways, 128, 128, 32, 8, 0, four);
   add("4x4096 d128 causal page16", ways, 128, 128, 32, 8, 16, four);
@@ -289,6 +327,7 @@ std::vector<PrefillBench> make_prefill_benches() {
   add("4x4096 d128 full page1", few, 128, 128, 32, 8, 1, four, kRuleSoftmax);
   add("1x16384 d128 causal dense", ways, 128, 128, 32, 8, 0, one);
   add("1x16384 d128 causal page16", few, 128, 128, 32, 8, 16, one);
+  add("8x1024 d128 causal dense", ways, 128, 128, 32, 8, 0, eight);
   add("16x1024 d128 causal dense", ways, 128, 128, 32, 8, 0, sixteen);
   add("16x1024 d128 causal page16", ways, 128, 128, 32, 8, 16, sixteen);
   add("16x(512,8192) d128 dense", ways, 128, 128, 32, 8, 0, chunks);
@@ -302,7 +341,8 @@ std::vector<PrefillBench> make_prefill_benches() {
   add("4x4096 d256 causal page16", few, 256, 256, 16, 4, 16, four);
   add("4x4096 d256 full dense", few, 256, 256, 16, 4, 0, four, kRuleSoftmax);
   add("4x4096 d192x128 causal dense", few, 192, 128, 32, 32, 0, four);
-  add("1x16384 d128 window dense", ways, 128, 128, 32, 8, 0, one, kCausal | kRuleWindowLeft);
+  add("1x16384 d128 window dense", {ways[0], whole, ways[1]}, 128, 128, 32, 8, 0, one,
+      kCausal | kRuleWindowLeft);
   constexpr uint32_t kCap = kCausal | kRuleSoftCap;
   add("4x4096 d128 soft cap dense", capped, 128, 128, 32, 8, 0, four, kCap);
   add("4x4096 d128 soft cap 30 dense", capped, 128, 128, 32, 8, 0, four, kCap, 30.0f);
@@ -310,13 +350,15 @@ std::vector<PrefillBench> make_prefill_benches() {
   add("4x4096 d128 soft cap bent dense", capped, 128, 128, 32, 8, 0, four, kCap, 50.0f, 5.0f);
   add("4x4096 d128 soft cap huge dense", capped, 128, 128, 32, 8, 0, four, kCap, 50.0f, 100.0f);
   add("1x16384 d128 soft cap dense", capped, 128, 128, 32, 8, 0, one, kCap);
+  add("1x16384 d128 soft cap 30 dense", capped, 128, 128, 32, 8, 0, one, kCap, 30.0f);
   add("4x4096 d64 soft cap dense", narrow, 64, 64, 32, 8, 0, four, kCap);
   add("4x4096 d256 soft cap dense", capped, 256, 256, 16, 4, 0, four, kCap);
   add("verify 64 x (8, 2048)", verify, 128, 128, 64, 8, 16, Rows(64, {8, 2048}));
   return all;
 }
 
-void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::string& filter) {
+void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::string& filter,
+                         bool in_pairs) {
   const std::vector<PrefillBench> all = make_prefill_benches();
   // Substrings of names, separated by commas.
   auto wanted = [&](const std::string& name) {
@@ -331,7 +373,7 @@ void run_prefill_benches(const std::vector<PrefillKernels>& builds, const std::s
     std::vector<const PrefillBench*> row;
     const std::string name = title(all[i]);
     for (; i < all.size() && title(all[i]) == name; ++i) row.push_back(&all[i]);
-    if (wanted(name)) run_row(row, builds);
+    if (wanted(name)) run_row(row, builds, in_pairs);
   }
 }
 

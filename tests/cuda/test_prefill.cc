@@ -1,10 +1,11 @@
 // The warpgroup kernel (attention_wgmma) against the CPU executor on the same plans. Built by build.py.
 //
-//   test_prefill --list | FOLDER [filter [i/n]] | FOLDER sanitize | FOLDER bench [filter[,filter...]
-//   [FOLDER...]]
+//   test_prefill --list | FOLDER [filter [i/n]] | FOLDER sanitize
+//   | FOLDER bench|pairs [filter[,filter...] [FOLDER...]]
 //
 // i/n: the i-th of n shares of the cases that the filter lets through. sanitize: one short case of every
 // loader. bench: with kernels of more folders, each with a manifest of its own, beside those of the first.
+// pairs: the same for differences of less than a percent.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -204,14 +205,14 @@ int main(int argc, char** argv) {
     return 0;
   }
   const std::string mode = argc > 2 ? argv[2] : "";
-  if (mode == "bench") {
+  if (mode == "bench" || mode == "pairs") {
     std::vector<PrefillKernels> builds;
     builds.emplace_back(argv[1], "");
     for (int i = 4; i < argc; ++i) {
       const std::string folder = argv[i];
       builds.emplace_back(folder, "/" + folder.substr(folder.rfind('/') + 1));
     }
-    run_prefill_benches(builds, argc > 3 ? argv[3] : "");
+    run_prefill_benches(builds, argc > 3 ? argv[3] : "", mode == "pairs");
     return 0;
   }
   const PrefillKernels build(argv[1], "");
