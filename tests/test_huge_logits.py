@@ -30,17 +30,25 @@ INDEX = np.arange(KV_LEN)
 
 
 @functools.cache
-def program(sm_scale: float) -> Callable[..., Any]:
+def program(sm_scale: float, cap: float | None) -> Callable[..., Any]:
+    variant = Variant(logits_soft_cap=cap)
+
     def call(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
-        return jaxinfer.attention(q, k, v, layout, plan, sm_scale=sm_scale, return_lse=True)
+        return jaxinfer.attention(q, k, v, layout, plan, variant=variant, sm_scale=sm_scale, return_lse=True)
 
     return jax.jit(call)
 
 
-def expect_softmax(query: Any, keys: Any, dtype: str, tile: int, sm_scale: float = 1.0) -> None:
-    """o and lse where all queries are [query, 0, ...] and the keys [keys[j], 0, ...]."""
+def need_tile(tile: int) -> None:
     if tile == 192 and on_gpu() and str(jax.devices()[0].compute_capability) != "9.0":
         pytest.skip("tile 192 needs compute capability 9.0")
+
+
+def expect_softmax(
+    query: Any, keys: Any, dtype: str, tile: int, sm_scale: float = 1.0, cap: float | None = None
+) -> None:
+    """o and lse where all queries are [query, 0, ...] and the keys [keys[j], 0, ...]."""
+    need_tile(tile)
     tokens = QUERIES[tile]
     query, keys = np.asarray(query), np.asarray(keys)
     q, k = np.zeros((tokens, QO_HEADS, HEAD_DIM)), np.zeros((KV_LEN, 1, HEAD_DIM))
@@ -49,24 +57,28 @@ def expect_softmax(query: Any, keys: Any, dtype: str, tile: int, sm_scale: float
     v = np.random.default_rng(0).integers(-8, 9, size=k.shape)
     q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
     layout = jaxinfer.ragged(np.array([0, tokens]), np.array([0, KV_LEN]))
-    want_o, want_lse = attention_oracle(q, k, v, layout, Variant(), sm_scale)
+    want_o, want_lse = attention_oracle(q, k, v, layout, Variant(logits_soft_cap=cap), sm_scale)
     for split_tokens in SPLIT_TOKENS:
-        plan = jaxinfer.plan(
-            layout,
-            num_qo_heads=QO_HEADS,
-            num_kv_heads=1,
-            head_dim=HEAD_DIM,
-            dtype=jnp.dtype(dtype),
-            tiles=(tile,),
-            batch_invariant=True,
-            split_tokens=split_tokens,
-        )
-        state = program(sm_scale)(q, k, v, layout, plan)
+        plan = make_plan(layout, dtype, tile, split_tokens)
+        state = program(sm_scale, cap)(q, k, v, layout, plan)
         assert isinstance(state, AttentionState)
         error = np.linalg.norm(np.asarray(state.o).astype(np.float64) - want_o)
         assert error <= bounds()[dtype] * np.linalg.norm(want_o), f"cut every {split_tokens}: error {error}"
         lse = np.asarray(state.lse).astype(np.float64)
         np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=2e-3)
+
+
+def make_plan(layout: Any, dtype: str, tile: int, split_tokens: int) -> Any:
+    return jaxinfer.plan(
+        layout,
+        num_qo_heads=QO_HEADS,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        dtype=jnp.dtype(dtype),
+        tiles=(tile,),
+        batch_invariant=True,
+        split_tokens=split_tokens,
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tile"), KERNELS)
@@ -115,3 +127,37 @@ def test_logits_that_ascend_across_sizes(dtype: str, tile: int) -> None:
     steps = INDEX // 4
     keys = np.stack([steps * 2.0, INDEX % 4 + steps % 5 * 2.0], axis=1)
     expect_softmax([64.0, 1.0], keys - [80.0, 0.0], dtype, tile)
+
+
+@pytest.mark.parametrize(("dtype", "tile"), [(dtype, tile) for dtype, tile in KERNELS if dtype != "float16"])
+@pytest.mark.parametrize("cap", [0.5, 50.0])
+@pytest.mark.parametrize(
+    "signs",
+    [
+        pytest.param(np.full(KV_LEN, 1.0), id="all above"),
+        pytest.param(np.full(KV_LEN, -1.0), id="all below"),
+        pytest.param(np.where(INDEX % 3 == 0, 1.0, -1.0), id="both"),
+        pytest.param(np.where(INDEX < 160, -1.0, 0.0), id="below, then of ordinary size"),
+        pytest.param(np.where(INDEX < 160, 0.0, -1.0), id="of ordinary size, then below"),
+    ],
+)
+def test_infinite_products_have_capped_logits(
+    signs: np.ndarray[Any, Any], cap: float, dtype: str, tile: int
+) -> None:
+    """Products beyond float32 are infinite, and cap * tanh of that is the cap: seen, where -inf is not."""
+    expect_softmax([1e30], 1e30 * signs[:, None], dtype, tile, cap=cap)
+
+
+@pytest.mark.parametrize(("dtype", "tile"), KERNELS)
+@pytest.mark.parametrize("cap", [None, 50.0])
+def test_a_nan_that_is_seen_is_no_empty_state(cap: float | None, dtype: str, tile: int) -> None:
+    need_tile(tile)
+    tokens = QUERIES[tile]
+    q, k = np.ones((tokens, QO_HEADS, HEAD_DIM)), np.ones((KV_LEN, 1, HEAD_DIM))
+    k[130, 0, 3] = np.nan
+    q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, np.ones_like(k)))
+    layout = jaxinfer.ragged(np.array([0, tokens]), np.array([0, KV_LEN]))
+    for split_tokens in SPLIT_TOKENS:
+        state = program(1.0, cap)(q, k, v, layout, make_plan(layout, dtype, tile, split_tokens))
+        assert np.isnan(np.asarray(state.o).astype(np.float64)).all()
+        assert np.isnan(np.asarray(state.lse)).all()

@@ -133,6 +133,7 @@ def test_every_geometry_fits_a_multiprocessor() -> None:
                 contiguous=contiguous,
                 page_box=box,
                 plain=plain,
+                capped=False,
                 functor=functor,
             )
         except NotImplementedError:

@@ -125,7 +125,7 @@ class MmaScores {
       for (int i = 0; i < 2 * kColumns; ++i) {
         const int c = 8 * (i >> 1) + (i & 1);
         float& x = score(s, r, i);
-        x = first <= c && c <= last ? x : hidden_score<Variant::kSoftmax>();
+        x = first <= c && c <= last ? x : hidden_score<Variant::kSoftmax, Variant::kCapped>();
       }
     }
   }
@@ -155,7 +155,7 @@ class MmaScores {
 #pragma unroll
       for (int i = 0; i < 2 * kColumns; ++i) {
         float& x = score(s, r, i);
-        x = (keep >> i & 1) != 0 ? x : hidden_score<Variant::kSoftmax>();
+        x = (keep >> i & 1) != 0 ? x : hidden_score<Variant::kSoftmax, Variant::kCapped>();
       }
     }
   }
@@ -197,7 +197,7 @@ class MmaScores {
 #pragma unroll
         for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) = cap.near(score(s, r, i));
       } else {
-        largest[r] = cap.any(largest[r]);
+        largest[r] = cap.logit(largest[r]);
 #pragma unroll
         for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) = cap.any(score(s, r, i));
       }

@@ -146,7 +146,7 @@ class WgmmaWeights {
     if (!narrow) raise<kColumns / 2, kColumns>(s, maxima);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float m = exponents.capped(quad_max(maxima[r]));
+      float m = exponents.largest(quad_max(maxima[r]));
       const float earlier = state_.m[r];
       m = stays[r] ? earlier : fmaxf(earlier, m);
       const float base = row_base(m, scale);
@@ -168,6 +168,11 @@ class WgmmaWeights {
         if (Exponents::kCapped && !is_far[r]) {
 #pragma unroll
           for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) = exponents(score(s, r, i), shift[r]);
+        } else if (Exponents::kCapped && base == 0.0f && exponents.is_middle(shift[r])) {
+#pragma unroll
+          for (int i = 0; i < 2 * kColumns; ++i) {
+            score(s, r, i) = fmaf(exponents.middle(score(s, r, i)), scale, -shift[r]);
+          }
         } else {
 #pragma unroll
           for (int i = 0; i < 2 * kColumns; ++i) {

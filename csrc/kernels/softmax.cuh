@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/ptx.cuh"
+#include "kernels/soft_cap.cuh"
 
 namespace jaxinfer {
 
@@ -154,10 +155,10 @@ JAXINFER_DEVICE void raise_max(float (&s)[kFragments][kColumns][4], const float 
 }
 
 // Stands for a score that a row must not see. Without softmax every float is a weight; this is a NaN that
-// neither arithmetic nor a change of sign makes of numbers.
-template <bool kSoftmax>
+// neither arithmetic nor a change of sign makes of numbers. kCapped: a soft cap follows.
+template <bool kSoftmax, bool kCapped = false>
 JAXINFER_DEVICE float hidden_score() {
-  return kSoftmax ? -infinity() : __uint_as_float(0xffe5c3e1u);
+  return kCapped ? hidden_uncapped() : kSoftmax ? -infinity() : __uint_as_float(0xffe5c3e1u);
 }
 
 // Without softmax a score is the weight, and a hidden one weighs 0. `l` turns positive at any other.
@@ -190,9 +191,9 @@ JAXINFER_DEVICE float partial_factor(float m, float scale, float logit_scale, fl
   return exp2_fast(is_huge(shift) ? huge : -fmaf(largest, kLog2e, -shift));
 }
 
-// Natural log of the row's sum of exponentials; `largest` as above.
+// Natural log of the row's sum of exponentials; `largest` as above. A NaN is not an empty row.
 JAXINFER_DEVICE float natural_lse(float largest, float l) {
-  return l > 0.0f ? fmaf(log2_fast(l), kLn2, largest) : -infinity();
+  return l == 0.0f ? -infinity() : fmaf(log2_fast(l), kLn2, largest);
 }
 
 }  // namespace jaxinfer

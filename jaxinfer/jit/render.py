@@ -17,6 +17,7 @@ _DTYPE = {"float32": "DType::kF32", "float16": "DType::kF16", "bfloat16": "DType
 _ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # Of `enum Rule` in csrc/params.h.
+_RULE_SOFT_CAP = 8
 _RULE_MASK = 16
 _RULE_SOFTMAX = 32
 
@@ -178,6 +179,7 @@ def _tile(spec: KernelSpec, kernel: str, arch: str) -> TileConfig:
             contiguous=spec.contiguous,
             page_box=spec.page_box,
             plain=plain,
+            capped=spec.rules & _RULE_SOFT_CAP != 0,
             functor=spec.functor is not None,
         )
     return tile_config(

@@ -176,10 +176,11 @@ def wgmma_config(
     contiguous: bool,
     page_box: int,
     plain: bool,
+    capped: bool,
     functor: bool,
 ) -> TileConfig:
     """Geometry of a tile of `attention_wgmma`; arguments as for `tile_config`, `page_box` as in KernelSpec;
-    `functor`: there are a user's rules.
+    `capped`: with a soft cap, `functor`: there are a user's rules.
 
     Raises:
       NotImplementedError: the output of the tile does not fit into registers.
@@ -226,8 +227,9 @@ def wgmma_config(
             # Taking turns brings 14% at (192, 128), costs 6% at 256.
             ("kPingPong", int(head_dim_vo <= 128)),
             # Half a block's softmax beside the product before brings 5% at 128 and 7% at (192, 128), three quarters
-            # no more (1% fewer cycles, 1% slower at the power limit). Three consumers have no registers for it.
-            ("kEarlyColumns", block_kv // 16 * 8 if consumers == 2 else 0),
+            # no more (1% fewer cycles, 1% slower at the power limit). Three consumers have no registers for it. With
+            # a cap 16 columns are best (4 x 4096 and 1 x 16384 tokens: 568, 611 TFLOP/s; half a block: 560, 601).
+            ("kEarlyColumns", 0 if consumers == 3 else 16 if capped else block_kv // 16 * 8),
         ),
     )
 
