@@ -28,8 +28,7 @@ class WgmmaConsumer {
   static constexpr bool kPaged = !Config::kContiguous;
   static constexpr bool kGather = kPaged && Config::kPageBox == 0;
   static constexpr bool kPositionRule = (Config::kRules & kPositionRules) != 0;
-  // Whether rows may see less than their item at its front, too.
-  static constexpr bool kHidesBefore = (Config::kRules & kRuleWindowLeft) != 0;
+  static constexpr bool kHidesBefore = (Config::kRules & kRuleWindowLeft) != 0;  // at an item's front, too
   static constexpr bool kPingPong = Config::kPingPong != 0;
   // Beside the first product where registers allow that.
   static constexpr bool kClearsBeside = kConsumers == 2 && kPieces <= 16;
@@ -40,8 +39,7 @@ class WgmmaConsumer {
   static constexpr int kValuePart = kConsumers == 2 && kBlock % 32 == 0 ? 32 : kBlock;
   static constexpr bool kParts = kValuePart < kBlock;
   static constexpr bool kNarrows = kParts && kBlock % 64 == 0 && Variant::kSoftmax;
-  static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue,
-                "holes of the portable template alone");
+  static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue, "holes of portable kernels alone");
 
  public:
   JAXINFER_DEVICE WgmmaConsumer(const AttentionParams& params, const VariantOperands& operands, char* memory)
@@ -64,7 +62,11 @@ class WgmmaConsumer {
       if (slot().num_blocks > 0) {
         run_item();
       } else {  // not by WgmmaStore: another source of o would leave too few registers for products in flight
-        write_empty_item<Config, Variant>(params_, item(), slot().cursor.head);
+        if (item().out < 0) {
+          write_empty<ConsumerConfig<Config>>(params_, item(), slot().cursor.head);
+        } else {
+          write_empty_partial<ConsumerConfig<Config>, Variant>(params_, item(), slot().cursor.head);
+        }
         arrive(barriers_.query_empty(consumer()));
       }
     }
@@ -139,8 +141,7 @@ class WgmmaConsumer {
     WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
     first_block(begin, begin == first);
     if (Shared::kAsksOnce && begin != first) find_holes();
-    // The second block by itself: all others need not ask whether the one before is the first, of which parts
-    // count.
+    // By itself: all others need not ask whether the block before is the first, of which parts count.
     if (kParts && begin != first) {
       begin -= kBlock;
       next_block<true>(begin, begin == first);
@@ -160,8 +161,7 @@ class WgmmaConsumer {
   }
   // Columns that every row of this warp sees, to shared memory, and those that all see.
   JAXINFER_DEVICE void find_ranges() {
-    int begin = slot().kv_begin;
-    int end = slot().kv_end;
+    int begin = slot().kv_begin, end = slot().kv_end;
     if constexpr (kPositionRule) {
       const int offset = slot().kv_offset;
       const int i = warp() * 16 + (lane() & 15);
@@ -185,8 +185,7 @@ class WgmmaConsumer {
     clear_end_ = end;
     __syncwarp();
   }
-  // Where pages are missing no column is clear from the item's second block on, whose keys come with this
-  // news.
+  // Where pages are missing no column is clear from the second block on, whose keys come with the news.
   JAXINFER_DEVICE void find_holes() {
     wait_keys();
     bool whole = true;
@@ -333,8 +332,7 @@ class WgmmaConsumer {
     finish_scores(begin, s, all_seen, leads, last);
     if constexpr (kEarly > 0) {
       weights_.start(s, exponents_behind());
-      // Else the wait moves up into the softmax before it, which then waits for what it should run beside (5%
-      // at head dim 128).
+      // Else the wait moves up into the softmax that should run before it (5% at head dim 128).
       split_block(params_.num_tokens);
     }
     wait_products<0>();
@@ -386,9 +384,8 @@ class WgmmaConsumer {
     return !by_position() && begin >= clear_begin_ && begin + kBlock <= clear_end_;
   }
   JAXINFER_DEVICE bool by_position() const { return kPaged && kPositionRule && params_.block_pos != nullptr; }
-  // What is not a whole block of columns that all rows see. By itself, because all other blocks would wait
-  // for what it reads; and with few branches, because every block would join a warp behind what diverges
-  // here.
+  // What is not a whole block of columns that all rows see; by itself and with few branches, because all
+  // other blocks would wait for what it reads and join warps behind what diverges here.
   JAXINFER_DEVICE void hide_columns(int begin, float (&s)[4 * kColumns], bool leads, bool narrow) const {
     const bool all_there = all_present(leads, true);
     if (all_there && !by_position() && (kHidesBefore || begin >= slot().kv_begin)) {
@@ -492,11 +489,9 @@ class WgmmaConsumer {
   int number_;  // with fewer than three consumers
   WgmmaBarriers<Config> barriers_;
   int consumer_;
-  RingCursor<Shared::kStages> k_slot_;
-  RingCursor<Shared::kStages> v_slot_;
-  // Of the item:
-  int clear_begin_;  // all rows of the warp see columns [clear_begin, clear_end): see ColumnRange
-  int clear_end_;
+  RingCursor<Shared::kStages> k_slot_, v_slot_;
+  // Of the item: all rows of the warp see columns [clear_begin, clear_end), see ColumnRange.
+  int clear_begin_, clear_end_;
   WgmmaWeights<Type, Exponents, kColumns, kPieces, kEarly> weights_;
   uint32_t p_[2 * kColumns];  // weights of the block whose product with V comes next
   float o_[4 * kPieces];

@@ -2,7 +2,6 @@
 // registers to global memory. How they came about is not here (attention_wgmma_consume.cuh).
 #pragma once
 
-#include "kernels/attention_wgmma_shared.cuh"
 #include "kernels/sm90_wgmma.cuh"
 #include "kernels/softmax.cuh"
 #include "kernels/variant.cuh"
@@ -27,16 +26,6 @@ JAXINFER_DEVICE void write_empty_partial(const AttentionParams& params, const It
       if constexpr (Variant::kSoftmax) params.partial_max[row + i] = -infinity();
       if constexpr (kFindsEmpty<Variant>) params.partial_sum[row + i] = 0.0f;
     }
-  }
-}
-
-// No column to see: tokens of no row, or of a row whose columns are not there. By all consumers.
-template <class Config, class Variant>
-JAXINFER_DEVICE void write_empty_item(const AttentionParams& params, const Item& item, int head) {
-  if (item.out < 0) {
-    write_empty<ConsumerConfig<Config>>(params, item, head);
-  } else {
-    write_empty_partial<ConsumerConfig<Config>, Variant>(params, item, head);
   }
 }
 
