@@ -33,13 +33,13 @@ enum DeviceAttribute : int {
 
 enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
 
-enum LaunchAttributeId : int { kProgrammaticStreamSerialization = 6 };
+enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 
 struct LaunchAttribute {  // CUlaunchAttribute
   LaunchAttributeId id;
   int padding;
-  int value;
-  char unused[60];
+  int value[3];  // the first alone, or of three dimensions
+  char unused[52];
 };
 
 struct LaunchConfig {  // CUlaunchConfig

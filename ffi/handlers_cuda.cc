@@ -95,8 +95,10 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
         return internal(error);
       }
     }
+    const auto placement = params.runs_in_pairs(cls) ? cuda::Placement::kPairs : cuda::Placement::kAny;
     void* arguments[] = {&params, &cls, packed, &maps};
-    if (const auto error = cuda::launch(kernel, format.classes[cls].num_ctas, stream, arguments, start);
+    if (const auto error =
+            cuda::launch(kernel, format.classes[cls].num_ctas, stream, arguments, start, placement);
         !error.empty()) {
       return internal(error);
     }

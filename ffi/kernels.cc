@@ -178,20 +178,29 @@ const std::vector<Kernel>* find_kernels(int32_t ordinal, std::string_view specs)
   return found == all.calls.end() ? nullptr : found->second.get();
 }
 
-std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params, Start start) {
+std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params, Start start,
+                   Placement placement) {
   const ScopedContext scope(kernel.context);
   if (!scope.error().empty()) return scope.error();
-  LaunchAttribute early{};
-  early.id = kProgrammaticStreamSerialization;
-  early.value = 1;
+  LaunchAttribute attributes[2] = {};
   LaunchConfig config{};
+  config.attributes = attributes;
+  if (start == Start::kEarly && kernel.can_start_early) {
+    LaunchAttribute& early = attributes[config.num_attributes++];
+    early.id = kProgrammaticStreamSerialization;
+    early.value[0] = 1;
+  }
+  if (placement == Placement::kPairs && kernel.can_start_early) {
+    LaunchAttribute& cluster = attributes[config.num_attributes++];
+    cluster.id = kClusterDimension;
+    cluster.value[0] = 2;
+    cluster.value[1] = cluster.value[2] = 1;
+  }
   config.grid[0] = static_cast<unsigned>(num_ctas);
   config.block[0] = static_cast<unsigned>(kernel.num_threads);
   config.grid[1] = config.grid[2] = config.block[1] = config.block[2] = 1;
   config.shared_bytes = static_cast<unsigned>(kernel.smem_bytes);
   config.stream = stream;
-  config.attributes = &early;
-  config.num_attributes = start == Start::kEarly && kernel.can_start_early ? 1 : 0;
   return describe(driver().api.launch_kernel(&config, kernel.function, params, nullptr), "cuLaunchKernelEx");
 }
 

@@ -70,8 +70,12 @@ std::string load_kernels(int32_t ordinal, std::string_view specs);
 // loaded.
 const std::vector<Kernel>* find_kernels(int32_t ordinal, std::string_view specs);
 
+// Which CTAs run on neighbouring multiprocessors: none in particular, or 2c and 2c + 1, of an even number, on
+// devices that know clusters (those that also know Start::kEarly).
+enum class Placement { kAny, kPairs };
+
 // Launches on a stream of the kernel's device; never allocates or synchronises. "" or an error.
 std::string launch(const Kernel& kernel, int64_t num_ctas, Stream stream, void** params,
-                   Start start = Start::kAfterAll);
+                   Start start = Start::kAfterAll, Placement placement = Placement::kAny);
 
 }  // namespace jaxinfer::cuda

@@ -141,18 +141,28 @@ inline const char* merge_name(Merge merge) {
   return kNames[static_cast<int>(merge)];
 }
 
-inline void launch_dependent(const LoadedKernel& kernel, int64_t grid, void** arguments,
-                             cudaStream_t stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+// `dependent`: may start before earlier kernels end. `pairs`: CTAs 2c and 2c + 1 on neighbouring
+// multiprocessors.
+inline void launch_early(const LoadedKernel& kernel, int64_t grid, void** arguments, cudaStream_t stream,
+                         bool dependent, bool pairs) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(kernel.num_threads);
   config.dynamicSmemBytes = kernel.smem_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  if (dependent) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (pairs) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 2;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   CHECK_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.kernel), arguments));
 }
 
@@ -165,16 +175,16 @@ inline void launch_merge(const Kernels& kernels, AttentionParams params, cudaStr
       int64_t{params.format.merge_capacity} * params.num_qo_heads * ((params.head_dim_vo + 127) / 128);
   const int64_t per_cta = kernel.num_threads / 32;
   void* arguments[] = {&params, unused};
-  (merge == Merge::kDependent ? launch_dependent : launch)(
-      kernel, std::min<int64_t>((warps + per_cta - 1) / per_cta, 1056), arguments, stream);
+  const int64_t grid = std::min<int64_t>((warps + per_cta - 1) / per_cta, 1056);
+  launch_early(kernel, grid, arguments, stream, merge == Merge::kDependent, false);
 }
 
 // A class's launch; the first one of a call waits for everything before.
 inline void launch_class(const LoadedKernel& kernel, const AttentionParams& params, int cls, void** arguments,
                          cudaStream_t stream, Merge merge) {
   const bool first = cls == params.format.num_classes - 1;
-  (first || merge == Merge::kAfter ? launch : launch_dependent)(kernel, params.format.classes[cls].num_ctas,
-                                                                arguments, stream);
+  launch_early(kernel, params.format.classes[cls].num_ctas, arguments, stream,
+               !first && merge != Merge::kAfter, params.runs_in_pairs(cls));
 }
 
 // The launches of one attention call, in the order of the FFI handler.

@@ -68,6 +68,7 @@ static_assert(int{kMapSwizzle128} == CU_TENSOR_MAP_SWIZZLE_128B);
 static_assert(int{kMapPromote128} == CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 static_assert(int{kMapPromote256} == CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 static_assert(int{kMapFillZeros} == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+static_assert(int{kClusterDimension} == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
 static_assert(int{kProgrammaticStreamSerialization} == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 static_assert(sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute) &&
               sizeof(LaunchConfig) == sizeof(CUlaunchConfig));
