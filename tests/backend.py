@@ -71,3 +71,9 @@ def has_nvrtc() -> bool:
     except nvrtc.NvrtcNotFoundError:
         return False
     return True
+
+
+def need_tile(tile: int) -> None:
+    """Skips the test where the GPU has no kernel for tiles of that many rows."""
+    if tile == 192 and on_gpu() and not on_hopper():
+        pytest.skip("tile 192 needs compute capability 9.0")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backend import bounds, on_gpu
+from backend import bounds, need_tile
 from oracle import attention_oracle
 
 import jaxinfer
@@ -37,11 +37,6 @@ def program(sm_scale: float, cap: float | None) -> Callable[..., Any]:
         return jaxinfer.attention(q, k, v, layout, plan, variant=variant, sm_scale=sm_scale, return_lse=True)
 
     return jax.jit(call)
-
-
-def need_tile(tile: int) -> None:
-    if tile == 192 and on_gpu() and str(jax.devices()[0].compute_capability) != "9.0":
-        pytest.skip("tile 192 needs compute capability 9.0")
 
 
 def expect_softmax(

@@ -118,9 +118,9 @@ class MmaScores {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const Visible range = visible()[tile_row(r)];
-      // Counted from `from`; the bounds keep the differences small.
-      const int first = min(max(range.first, from), from + Config::kBlockKV) - from;
-      const int last = min(max(range.last, from - 1), from + Config::kBlockKV) - from;
+      // Counted from `from`, at most a block. Where the subtraction counts it is exact without a sign.
+      const int first = range.first <= from ? 0 : distance(from, range.first);
+      const int last = range.last < from ? -1 : distance(from, range.last);
 #pragma unroll
       for (int i = 0; i < 2 * kColumns; ++i) {
         const int c = 8 * (i >> 1) + (i & 1);
@@ -128,6 +128,12 @@ class MmaScores {
         x = first <= c && c <= last ? x : hidden_score<Variant::kSoftmax, Variant::kCapped>();
       }
     }
+  }
+
+  // Of two positions in this order, but at most a block.
+  static JAXINFER_DEVICE int distance(int from, int to) {
+    const uint32_t exact = static_cast<uint32_t>(to) - static_cast<uint32_t>(from);
+    return static_cast<int>(min(exact, static_cast<uint32_t>(Config::kBlockKV)));
   }
 
   // Any others: first what to keep, a bit per column, in a loop that costs little code; then the scores.

@@ -347,7 +347,7 @@ class SimtAttention {
           params_.partial_max[at] = m;
           params_.partial_sum[at] = l;
         } else if (Variant::kSoftmax) {
-          params_.lse[at] = l > 0.0f ? m + log2_fast(l) * kLn2 : -infinity();
+          params_.lse[at] = natural_lse(m, l);
         }
       }
       if (final) {

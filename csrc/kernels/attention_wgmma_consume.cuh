@@ -174,8 +174,8 @@ class WgmmaConsumer {
         const int token = item().token_begin + rows().token(i);
         const Visible seen = visible_positions<Config::kRules>(params_.variant, __ldg(params_.q_pos + token));
         const int64_t shift = positions ? 0 : offset;
+        end = static_cast<int>(min(int64_t{end}, max(seen.last - shift + !positions, int64_t{begin})));
         begin = static_cast<int>(max(int64_t{begin}, min(seen.first - shift, int64_t{kInt32Max})));
-        end = static_cast<int>(min(int64_t{end}, max(seen.last - shift + 1, int64_t{kInt32Min})));
       }
       ranges()[i] = ColumnRange{begin, end};
       begin = __reduce_max_sync(kFullWarp, begin);
@@ -428,6 +428,7 @@ class WgmmaConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const ColumnRange seen = range(r);
+      const int last = by_position ? seen.end : seen.end - 1;
       const Row row = Variant::kMask ? hole_row(r) : Row{};
       const Variant variant(params_, operands_, row);
       uint32_t keep = 0;
@@ -437,10 +438,9 @@ class WgmmaConsumer {
         const int index = begin + c;
         bool kept = (index >= slot().kv_begin) & (index < slot().kv_end);
         if constexpr (kPaged) kept = kept & columns_.has(k_slot_.stage(), c);
-        int kv_pos = 0;
-        if (kPositionRule || Variant::kMask) kv_pos = position(begin, c);
+        const int kv_pos = kPositionRule || Variant::kMask ? position(begin, c) : 0;
         const int at = by_position ? kv_pos : index;
-        kept = kept & (at >= seen.begin) & (at < seen.end);
+        kept = kept & (at >= seen.begin) & (at <= last);
         if constexpr (Variant::kMask) kept = kept && variant.mask(row, Col{kv_pos, index});
         keep |= static_cast<uint32_t>(kept) << i;
       }

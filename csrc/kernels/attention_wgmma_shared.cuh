@@ -23,8 +23,8 @@ struct ItemSlot {
 // have left no more than that: slots n and n + 1 may still be read.
 constexpr int kItemSlots = 4;
 
-// Columns that a query row sees, [begin, end): indices in the BSR row's list, or positions where the layout
-// gives them.
+// Columns that a query row sees: indices in the BSR row's list, [begin, end), none of them below the item's
+// first one; or where the layout gives positions those, [begin, end], as nothing is behind the last of int.
 struct ColumnRange {
   int begin;
   int end;
