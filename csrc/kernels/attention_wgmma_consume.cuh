@@ -30,14 +30,14 @@ class WgmmaConsumer {
   static constexpr bool kPositionRule = (Config::kRules & kPositionRules) != 0;
   static constexpr bool kHidesBefore = (Config::kRules & kRuleWindowLeft) != 0;  // at an item's front, too
   static constexpr bool kPingPong = Config::kPingPong != 0;
-  // Beside the first product where registers allow that.
-  static constexpr bool kClearsBeside = kConsumers == 2 && kPieces <= 16;
+  static constexpr bool kClearsBeside = kConsumers == 2 && kPieces <= 16;  // where registers allow that
   static constexpr int kEarly = Variant::kSoftmax ? Config::kEarlyColumns / 8 : 0;
   // Of an item's first block only what is seen counts: P V takes its rows in parts of kValuePart, softmax its
   // columns in halves. Three consumers have no registers for that. Half of Q K^T, in a branch of its own,
   // lost what it saved to the assembler, which ran out of registers and products then waited for each other.
   static constexpr int kValuePart = kConsumers == 2 && kBlock % 32 == 0 ? 32 : kBlock;
   static constexpr bool kParts = kValuePart < kBlock;
+  static constexpr bool kSecondApart = kParts && !Variant::kCapped;  // caps' code twice: 5 s to compile
   static constexpr bool kNarrows = kParts && kBlock % 64 == 0 && Variant::kSoftmax;
   static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue, "holes of portable kernels alone");
 
@@ -141,15 +141,15 @@ class WgmmaConsumer {
     WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
     first_block(begin, begin == first);
     if (Shared::kAsksOnce && begin != first) find_holes();
-    // By itself: all others need not ask whether the block before is the first, of which parts count.
-    if (kParts && begin != first) {
+    // Apart: all others need not ask whether the block before is the first, of which parts count.
+    if (kSecondApart && begin != first) {
       begin -= kBlock;
       next_block<true>(begin, begin == first);
     }
 #pragma unroll 1
     while (begin != first) {
       begin -= kBlock;
-      next_block<!kParts>(begin, begin == first);
+      next_block<!kSecondApart>(begin, begin == first);
     }
     wait_values();
     start_values(slot().kv_end - begin);
