@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from backend import bounds, need_tile
+from plan_executor import positions, visible
 
 import jaxinfer
 from jaxinfer import Variant
@@ -57,31 +58,12 @@ def place_blocks(layout: jaxinfer.BlockSparse) -> jaxinfer.BlockSparse:
     return dataclasses.replace(layout, block_pos=block_pos)
 
 
-def kv_positions(layout: jaxinfer.BlockSparse, row: int) -> npt.NDArray[np.int64]:
-    index = np.arange(KV_LENS[row], dtype=np.int64)
-    if layout.block_pos is None:
-        return index + int(layout.kv_offset[row])
-    block = layout.kv_start[row] + index // layout.page_size
-    return layout.block_pos[block] + index % layout.page_size
-
-
 def values_of(layout: jaxinfer.BlockSparse, v: Any, row: int) -> npt.NDArray[np.float64]:
     """[kv_len, head_dim]"""
     if layout.contiguous:
         return v[layout.kv_start[row] :, 0][: KV_LENS[row]].astype(np.float64)
     pages = layout.kv_indices[layout.kv_start[row] :][: -(-KV_LENS[row] // layout.page_size)]
     return v[pages, :, 0].reshape(-1, HEAD_DIM)[: KV_LENS[row]].astype(np.float64)
-
-
-def is_seen(variant: Variant, q_pos: int, kv_pos: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    seen = np.ones(kv_pos.shape, bool)
-    if variant.causal:
-        seen &= kv_pos <= q_pos
-    if variant.window_left is not None:
-        seen &= kv_pos >= q_pos - variant.window_left
-    if variant.window_right is not None:
-        seen &= kv_pos <= q_pos + variant.window_right
-    return seen
 
 
 @pytest.mark.parametrize(("dtype", "tile"), KERNELS)
@@ -106,9 +88,9 @@ def test_ends_of_int32(page_size: int | None, variant: Variant, dtype: str, tile
         want_o = np.zeros((layout.num_tokens, HEAD_DIM))
         want_lse = np.full(layout.num_tokens, -np.inf)
         for row in range(len(KV_LENS)):
-            kv_pos, values = kv_positions(layout, row), values_of(layout, v, row)
+            kv_pos, values = positions(layout, row, np.arange(KV_LENS[row])), values_of(layout, v, row)
             for token in range(layout.q_start[row], layout.q_start[row] + layout.q_len[row]):
-                seen = is_seen(variant, int(layout.q_pos[token]), kv_pos)
+                seen = visible(variant, layout.q_pos[token].astype(np.int64), kv_pos)
                 if seen.any():
                     want_o[token] = values[seen].mean(axis=0)
                     want_lse[token] = np.log(seen.sum())
