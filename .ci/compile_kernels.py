@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8, "mask": 16, "softmax": 32}
 REGISTER_FILE = 65536  # registers of a multiprocessor
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 NATIVE = "jaxinfer._native"
@@ -80,7 +79,7 @@ def expand(line: str) -> list[tuple[str, str]]:
     """(spec, architecture) of one line of the list: `kernel key=a,b key=c ...`, every combination of the values.
 
     Keys are those of KernelSpec, with head_dim for both head dims (`192x128` for a pair) and rules by the
-    names of `jaxinfer.ffi.RULES` joined by "+", holes=1 for all holes of a user's text or holes=scores for
+    names of `jaxinfer.jit.spec.RULES` joined by "+", holes=1 for all holes of a user's text or holes=scores for
     those that leave Q, K and V alone, and arch for the architectures.
     """
     words = line.partition("#")[0].split()
@@ -102,7 +101,7 @@ def expand(line: str) -> list[tuple[str, str]]:
                 if words[0] == "merge":
                     fields["head_dim_qk"] = 0
             elif key == "rules":
-                fields[key] = sum(RULES[rule] for rule in value.split("+") if rule != "0")
+                fields[key] = sum(jit("spec").RULES[rule] for rule in value.split("+") if rule != "0")
             elif key == "holes":
                 pointers = tuple((name, "float") for name in ("slopes", "bias", "scales"))
                 scalars = (("strength", "float"), ("keep", "int"))
@@ -160,7 +159,8 @@ def compile_one(job: tuple[str, str]) -> tuple[str, str, str]:
         # V for each part of a first block, too, and without a soft cap those of the second block once more.
         values = range(block, 0, -32) if spec.tile == 128 and block % 32 == 0 else [block]
         expected = 2 * (spec.head_dim_qk + sum(values)) // 16
-        caps = RULES["softmax"] | RULES["logits_soft_cap"]
+        rules = jit("spec").RULES
+        caps = rules["softmax"] | rules["logits_soft_cap"]
         if len(values) > 1 and spec.rules & caps != caps:
             expected += (spec.head_dim_qk + block) // 16
         if found != expected:

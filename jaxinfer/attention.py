@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from . import _args, reference
 from ._args import Array, is_array
 from .ffi import ABSENT, attention_attributes, attention_kernel_attributes, bind, make_primitive
+from .jit.spec import ELEMENT_SIZE
 from .layout import BlockSparse
 from .plan import Plan
 from .state import AttentionState
@@ -26,7 +27,7 @@ from .variant import Variant
 KV_LAYOUTS = ("NHD", "HND")
 #: Kernels that a caller may ask for by name; None chooses.
 IMPLEMENTATIONS = ("reference", "mma", "wgmma")
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = tuple(ELEMENT_SIZE)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -166,7 +167,7 @@ def _bind(
 
 
 def rules(variant: Variant) -> tuple[str, ...]:
-    """The rules that are on, by the names of `jaxinfer.ffi.RULES`: the structure that a kernel is compiled for."""
+    """The rules that are on, by the names of `jit.spec.RULES`: the structure that a kernel is compiled for."""
     on = {
         "causal": variant.causal,
         "window_left": variant.window_left is not None,

@@ -296,7 +296,7 @@ def _heads(text: str) -> tuple[int, int]:
 
 
 def _arch(text: str) -> str:
-    from jaxinfer.jit.registry import arch_of
+    from jaxinfer.jit.arch import arch_of
 
     if not re.fullmatch(r"sm_\d{2,3}[a-z]?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not an architecture such as sm_80 or sm_90a")
@@ -313,9 +313,9 @@ def _info(args: argparse.Namespace) -> int:
     import jax
 
     from jaxinfer import _native
+    from jaxinfer._cache_folder import cache_folder
     from jaxinfer.ffi import TARGETS
     from jaxinfer.jit import info as gpu_info
-    from jaxinfer.models.download import cache_folder
 
     rows = [("jaxinfer", __version__), ("Python", f"{platform.python_version()} ({sys.executable})")]
     rows += [(name, metadata.version(name)) for name in ("jax", "jaxlib", "numpy")]

@@ -28,10 +28,7 @@ except ImportError as error:
 
 from .jit.registry import load
 from .jit.select import append_kernels, attention_kernels
-from .jit.spec import FunctorSource
-
-#: Bits of the `rules` attribute; the same values as `enum Rule` in csrc/params.h.
-RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8, "mask": 16, "softmax": 32}
+from .jit.spec import RULES, FunctorSource
 
 Attributes = Mapping[str, Any]
 

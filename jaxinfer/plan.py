@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from . import _native
 from ._args import positive
 from .jit import render, select
+from .jit.spec import ELEMENT_SIZE
 from .layout import BlockSparse
 from .variant import Variant
 
@@ -30,7 +31,6 @@ SPLIT_TOKENS = 512
 #: CTAs of a class on the CPU, whatever the number of threads, so that bits do not depend on the machine.
 CPU_CTAS = 32
 MAX_CTAS = 65535
-_ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +331,7 @@ def planner_of(spec: PlanSpec) -> _native.Planner:
         num_kv_heads=spec.num_kv_heads,
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
-        element_size=_ELEMENT_SIZE[spec.dtype],
+        element_size=ELEMENT_SIZE[spec.dtype],
         causal=spec.causal,
         window_left=spec.window_left,
         window_right=spec.window_right,
@@ -414,9 +414,9 @@ def _check_dtype(dtype: Any, on_gpu: bool) -> str:
     try:
         name = str(np.dtype(dtype).name)
     except TypeError:
-        raise ValueError(f"dtype must be one of {', '.join(_ELEMENT_SIZE)}, got {dtype!r}") from None
-    if name not in _ELEMENT_SIZE:
-        raise NotImplementedError(f"dtype {name}; supported: {', '.join(_ELEMENT_SIZE)}")
+        raise ValueError(f"dtype must be one of {', '.join(ELEMENT_SIZE)}, got {dtype!r}") from None
+    if name not in ELEMENT_SIZE:
+        raise NotImplementedError(f"dtype {name}; supported: {', '.join(ELEMENT_SIZE)}")
     return name
 
 

@@ -12,7 +12,7 @@ import pytest
 from gpu_cases import run_python, start_python
 
 from jaxinfer import Variant
-from jaxinfer.jit import cache, registry, warmup
+from jaxinfer.jit import registry, warmup
 from jaxinfer.jit.spec import KernelSpec
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_times_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Seconds to compile each kernel of a model and to read it back, printed; nothing is asserted of them."""
-    monkeypatch.setenv(cache.ENV_FOLDER, str(tmp_path))
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")  # NVRTC has a cache of its own
     (arch, *_) = warmup.local_archs()
     heads = warmup.AttentionHeads(32, 8, 128)

@@ -23,7 +23,7 @@ from backend import has_nvrtc
 from jax import export
 
 import jaxinfer
-from jaxinfer.jit import cache, nvrtc, registry, render, select, warmup
+from jaxinfer.jit import nvrtc, registry, render, select, warmup
 from jaxinfer.jit.sources import headers
 from jaxinfer.jit.spec import FunctorSource, KernelSpec, join, padded_head_dim
 from jaxinfer.plan import choose_tiles
@@ -48,7 +48,7 @@ def compiler() -> None:
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty disk cache and a loader that remembers nothing."""
-    monkeypatch.setenv(cache.ENV_FOLDER, str(tmp_path))
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
     monkeypatch.setattr(registry, "_entries", {})
     return tmp_path / "kernels"
 

@@ -31,7 +31,7 @@ def use_nvrtc(
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty disk cache and a loader that remembers nothing."""
-    monkeypatch.setenv(cache.ENV_FOLDER, str(tmp_path))
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
     use_nvrtc(monkeypatch, (13, 0))
     return tmp_path / "kernels"
 
@@ -65,7 +65,7 @@ def test_a_missing_folder_is_made(
     fresh: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fresh / "not" / "there"
-    monkeypatch.setenv(cache.ENV_FOLDER, str(folder))
+    monkeypatch.setenv("JAXINFER_CACHE", str(folder))
     registry.load(APPEND.to_json(), "sm_90a")
     assert len(list((folder / "kernels").glob("*.cubin"))) == 1
 

@@ -13,7 +13,7 @@ import pytest
 from backend import has_nvrtc
 
 from jaxinfer import _native
-from jaxinfer.jit import cache, info, warmup
+from jaxinfer.jit import info, warmup
 from jaxinfer.jit.spec import KernelSpec, join
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def _with_fake_driver(
         **os.environ,
         "LD_LIBRARY_PATH": str(folder),
         "FAKE_CUDA_ARCH": arch,
-        cache.ENV_FOLDER: str(tmp_path),
+        "JAXINFER_CACHE": str(tmp_path),
         "JAX_PLATFORMS": "cpu",
     }
     return subprocess.run(

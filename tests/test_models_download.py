@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from jaxinfer._cache_folder import cache_folder
 from jaxinfer.models import download
-from jaxinfer.models.download import DownloadError, cache_folder, default_model
+from jaxinfer.models.download import DownloadError, default_model
 
 MODEL = b"not really a model" * 1000
 

@@ -14,8 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-#: jaxinfer's cache folder, instead of the default in the user's; kernels are a folder in it.
-ENV_FOLDER = "JAXINFER_CACHE"
+from jaxinfer._cache_folder import cache_folder
 
 _MAGIC = b"jaxinfer cubin 1\n"
 _DIGEST_SIZE = hashlib.sha256().digest_size
@@ -23,10 +22,7 @@ _DIGEST_SIZE = hashlib.sha256().digest_size
 
 def folder() -> Path:
     """Where compiled kernels are kept; it need not exist."""
-    if override := os.environ.get(ENV_FOLDER):
-        return Path(override).expanduser() / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "jaxinfer" / "kernels"
+    return cache_folder() / "kernels"
 
 
 def key(parts: Iterable[str]) -> str:

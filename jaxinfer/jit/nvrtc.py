@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .arch import arch_number, usable_archs
+
 #: Path of an NVRTC library to use instead of the one that is found.
 ENV_LIBRARY = "JAXINFER_NVRTC"
 
@@ -86,7 +88,9 @@ def nvrtc() -> Nvrtc:
 
 @functools.cache
 def find() -> Nvrtc | str:
-    """The library, or why there is none: a cache that serves without it asks for every kernel."""
+    """The library, or why there is none. Kept either way: where kernels come from the disk cache, every one of them
+    asks again.
+    """
     override = os.environ.get(ENV_LIBRARY)
     toolkits = [p for name in _SONAMES for p in glob.glob(f"/usr/local/cuda*/lib64/{name}")]
     candidates = [override] if override else [*_by_pathfinder(), *_in_wheels(), *_SONAMES, *toolkits]
@@ -128,22 +132,12 @@ def best_arch(arch: str) -> str:
     """
     lib = nvrtc()
     for usable in usable_archs(arch):
-        if _number(usable) in lib.archs:
+        if arch_number(usable) in lib.archs:
             return usable
     raise NvrtcNotFoundError(
         f"NVRTC {lib.version[0]}.{lib.version[1]} ({lib.path}) cannot compile for {arch}, only for "
         f'{list(lib.archs)}. Install a newer one, for example with `pip install -U "jax[cuda13]"`.'
     )
-
-
-def usable_archs(arch: str) -> list[str]:
-    """The architectures whose cubins run on `arch`, best first: itself and older ones of the same major."""
-    number = _number(arch)
-    return [arch, *(f"sm_{older}" for older in range(number - 1, number // 10 * 10 - 1, -1))]
-
-
-def _number(arch: str) -> int:
-    return int("".join(filter(str.isdigit, arch)))
 
 
 def compile_cubin(

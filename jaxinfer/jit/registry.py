@@ -1,5 +1,4 @@
-"""The loader: a kernel's string and an architecture in, its cubin and launch geometry out; each compiled
-once.
+"""The loader: a kernel's string and an architecture in, its cubin and launch geometry out; each compiled once.
 
 An entry of the disk cache is named by what was compiled and by the compiler's version: a new NVRTC compiles anew,
 so that its repairs arrive, and environments with different ones share a folder. Where there is no NVRTC, or one
@@ -17,7 +16,8 @@ import threading
 from dataclasses import dataclass, field
 
 from . import cache
-from .nvrtc import CompileError, NvrtcNotFoundError, best_arch, compile_cubin, nvrtc, usable_archs
+from .arch import arch_number, usable_archs
+from .nvrtc import CompileError, NvrtcNotFoundError, best_arch, compile_cubin, nvrtc
 from .render import FUNCTOR_NAME, Rendered, render
 from .sources import headers
 from .spec import KernelSpec
@@ -76,20 +76,12 @@ def load(spec_json: str, arch: str) -> Loaded:
         return entry.loaded
 
 
-def arch_of(compute_capability: str) -> str:
-    """The architecture to compile for: "9.0" is "sm_90a", with the instructions that exist on it alone."""
-    arch = "sm_" + compute_capability.replace(".", "")
-    return "sm_90a" if arch == "sm_90" else arch
-
-
 def options(arch: str) -> list[str]:
-    """NVRTC options for a kernel. The parameter structs' member functions carry no __device__, hence the
-    third.
-    """
+    """NVRTC options for a kernel."""
     return [
         f"-arch={arch}",
         "-std=c++17",
-        "--device-as-default-execution-space",
+        "--device-as-default-execution-space",  # the parameter structs' member functions carry no __device__
         "--ptxas-options=-v",
         # Source lines for profilers; they double a cubin.
         *(["-lineinfo"] if os.environ.get(ENV_LINE_INFO) == "1" else []),
@@ -109,7 +101,7 @@ def compile_spec(spec: KernelSpec, arch: str) -> tuple[Rendered, bytes, str]:
 
 
 def _build(spec: KernelSpec, device_arch: str) -> tuple[Rendered, bytes]:
-    if int("".join(filter(str.isdigit, device_arch))) < MIN_ARCH:
+    if arch_number(device_arch) < MIN_ARCH:
         raise RuntimeError(
             "jaxinfer's GPU kernels need compute capability 8.0 (Ampere) or newer, "
             f"this GPU has {device_arch}. Use implementation='reference' here, which runs on every platform."

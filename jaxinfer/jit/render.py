@@ -10,16 +10,10 @@ import os
 import re
 from dataclasses import dataclass
 
-from .spec import FunctorSource, KernelSpec
+from .spec import ELEMENT_SIZE, RULES, FunctorSource, KernelSpec
 from .tiles import TileConfig, append_config, merge_config, tile_config, wgmma_config
 
 _DTYPE = {"float32": "DType::kF32", "float16": "DType::kF16", "bfloat16": "DType::kBF16"}
-_ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-# Of `enum Rule` in csrc/params.h.
-_RULE_SOFT_CAP = 8
-_RULE_MASK = 16
-_RULE_SOFTMAX = 32
 
 #: Environment variable with a seed: kernels sleep at random before arrivals, barriers and waits. For finding barriers
 #: that are missing; results must not change by a bit.
@@ -170,7 +164,8 @@ def render(spec: KernelSpec, arch: str) -> Rendered:
 
 
 def _tile(spec: KernelSpec, kernel: str, arch: str) -> TileConfig:
-    plain = spec.functor is None and spec.rules & (_RULE_MASK | _RULE_SOFTMAX) == _RULE_SOFTMAX
+    unmasked_softmax = spec.rules & (RULES["mask"] | RULES["softmax"]) == RULES["softmax"]
+    plain = spec.functor is None and unmasked_softmax
     if kernel == "attention_wgmma":
         return wgmma_config(
             head_dim_qk=spec.head_dim_qk,
@@ -179,7 +174,7 @@ def _tile(spec: KernelSpec, kernel: str, arch: str) -> TileConfig:
             contiguous=spec.contiguous,
             page_box=spec.page_box,
             plain=plain,
-            capped=spec.rules & _RULE_SOFT_CAP != 0,
+            capped=spec.rules & RULES["logits_soft_cap"] != 0,
             functor=spec.functor is not None,
         )
     return tile_config(
@@ -197,7 +192,7 @@ def _tile(spec: KernelSpec, kernel: str, arch: str) -> TileConfig:
 
 def _render_append(spec: KernelSpec) -> Rendered:
     config = append_config()
-    element_size = f"static constexpr int kElementSize = {_ELEMENT_SIZE[spec.dtype]};"
+    element_size = f"static constexpr int kElementSize = {ELEMENT_SIZE[spec.dtype]};"
     text = "\n".join(
         [
             '#include "kernels/append.cuh"',

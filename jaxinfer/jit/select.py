@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .render import holes, render
-from .spec import FunctorSource, KernelSpec, join, padded_head_dim
+from .spec import RULES, FunctorSource, KernelSpec, join, padded_head_dim
 
-_RULE_SOFTMAX = 32  # of `enum Rule` in csrc/params.h: all that the merge needs to know
 _MMA_TILES = (16, 32, 64, 128)
 _SINGLE_WARPGROUP_TILE = 64
 #: Tiles of the warpgroup kernel whose CTAs fill a multiprocessor. It has tile 64 too, for pages at one width
@@ -43,7 +42,7 @@ def attention_kernels(
       merges: whether the plan has room for partial states.
       contiguous: K and V are not paged.
       page_size: of the pages; 1 when contiguous.
-      rules: OR of the bits of `enum Rule`.
+      rules: OR of the bits of RULES.
       functor: the user's rules.
       implementation: None, "mma" (the portable tensor-core kernel) or "wgmma".
 
@@ -75,7 +74,7 @@ def attention_kernels(
                 kernel="merge",
                 dtype=dtype,
                 head_dim_vo=dims["head_dim_vo"],
-                rules=rules & _RULE_SOFTMAX,
+                rules=rules & RULES["softmax"],  # all that the merge needs to know
                 # The final output is written by the merge too; nothing else of a user's rules is.
                 functor=functor if functor is not None and "output" in holes(functor) else None,
             )

