@@ -26,7 +26,7 @@ def all_host(*arrays: Any) -> bool:
     return not any(isinstance(a, jax.Array) for a in arrays)
 
 
-def is_array(name: str, value: Any) -> None:
+def check_array(name: str, value: Any) -> None:
     """Checks that `value` is an array, on the host or on a device.
 
     Raises:

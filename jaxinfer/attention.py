@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from . import _args, reference
-from ._args import Array, is_array
+from ._args import Array, check_array
 from .ffi import ABSENT, attention_attributes, attention_kernel_attributes, bind, make_primitive
 from .jit.spec import ELEMENT_SIZE
 from .layout import BlockSparse
@@ -74,6 +74,7 @@ def attention(
 
     Raises:
       ValueError: a shape, dtype or option is wrong, or the plan was made for another call; says what was expected.
+      TypeError: an argument is something of another kind, or a static one is traced.
       NotImplementedError: no kernel supports the call.
     """
     variant = Variant() if variant is None else variant
@@ -228,7 +229,7 @@ def _check_operands(
         raise TypeError(f"layout must be a jaxinfer.BlockSparse, got {type(layout).__name__}")
     check_kv_layout(kv_layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        is_array(name, x)
+        check_array(name, x)
     if q.ndim != 3:
         raise ValueError(f"q must be [num_tokens, num_qo_heads, head_dim], got shape {q.shape}")
     if str(q.dtype) not in DTYPES:
@@ -259,9 +260,7 @@ def _check_operands(
                 f"k has page_size {page_size} (shape {k.shape}, kv_layout {kv_layout}), "
                 f"the layout has page_size {layout.page_size}"
             )
-    elif (
-        layout.num_layouts == 1 and k.shape[-3] < layout.kv_capacity
-    ):  # composed ones share K: no sum to compare
+    elif layout.num_layouts == 1 and k.shape[-3] < layout.kv_capacity:  # composed layouts share K
         raise ValueError(
             f"k has {k.shape[-3]} KV tokens (shape {k.shape}), the layout was built for num_kv_tokens "
             f"{layout.kv_capacity}"

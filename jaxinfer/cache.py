@@ -46,13 +46,14 @@ def append_kv(
 
     Raises:
       ValueError: a shape, dtype or host value is wrong; says what was expected.
+      TypeError: an argument is something else than an array.
     """
     check_kv_layout(kv_layout)
     check_layer(layer)
     rank = 4 + (layer is not None)
     for name, pages, x_name, x in (("k_pages", k_pages, "k", k), ("v_pages", v_pages, "v", v)):
-        _args.is_array(name, pages)
-        _args.is_array(x_name, x)
+        _args.check_array(name, pages)
+        _args.check_array(x_name, x)
         if pages.ndim != rank:
             with_layer = "[num_layers] + " if layer is not None else ""
             raise ValueError(f"{name} must be {with_layer}{page_shape(kv_layout)}, got shape {pages.shape}")

@@ -249,7 +249,7 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "warmup",
         help="compile a model's GPU kernels into the cache ahead of the first request",
         description="Compiles the attention kernels that serving a model can need. Otherwise they are "
-        "compiled when first needed, about a second each. Needs NVRTC; a GPU only without --arch.",
+        "compiled when first needed, a few seconds each. Needs NVRTC; a GPU only without --arch.",
         epilog=_examples(
             "warmup --heads 32/8 --head-dim 128", "warmup --heads 32/8 --window 4096 --arch sm_90a"
         ),
@@ -328,7 +328,8 @@ def _info(args: argparse.Namespace) -> int:
     nvrtc = gpu["nvrtc"]
     rows.append(("NVRTC", "not found" if "error" in nvrtc else f"{nvrtc['version']} ({nvrtc['path']})"))
     kernels = gpu["cache"]
-    rows.append(("GPU kernels", f"{kernels['kernels']} compiled in {kernels['folder']}"))
+    readonly = "" if kernels["writable"] else " (cannot be written)"
+    rows.append(("GPU kernels", f"{kernels['kernels']} compiled in {kernels['folder']}{readonly}"))
     for label, value in rows:
         print(f"{label + ':':<19}{value}")
     return 0
@@ -370,13 +371,15 @@ def _bench_decode(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             raise ValueError(f"--{name}: decode has named rows on a GPU only; on CPU choose --batch and --kv")
     from jaxinfer.bench.decode import bench_decode
-    from jaxinfer.bench.workloads import DecodeShape
+    from jaxinfer.bench.workloads import DECODE_BATCHES, DECODE_KV_LENS, DecodeShape
 
-    qo, kv = args.heads or (9, 3)
+    given = {name: getattr(args, name) for name in ("head_dim", "page_size", "dtype")}
+    given |= dict(zip(("num_qo_heads", "num_kv_heads"), args.heads or (), strict=False))
+    given = {name: value for name, value in given.items() if value is not None}
     shapes = [
-        DecodeShape(batch, kv_len, qo, kv, args.head_dim or 64, args.page_size or 16, args.dtype or "float32")
-        for batch in args.batch or (1, 4, 16)
-        for kv_len in args.kv or (64, 1024, 4096)
+        DecodeShape(batch, kv_len, **given)
+        for batch in args.batch or DECODE_BATCHES
+        for kv_len in args.kv or DECODE_KV_LENS
     ]
     bench_decode(shapes, rounds=args.rounds or 100, output=args.output)
     return 0

@@ -222,10 +222,8 @@ def from_block_mask(
     m = np.asarray(mask)
     if m.ndim != 2 or m.dtype != np.bool_:
         raise ValueError(f"mask must be bool [block rows, block cols], got {m.dtype} of shape {m.shape}")
-    block_rows, block_cols = (
-        _args.positive("block_rows", block_rows),
-        _args.positive("block_cols", block_cols),
-    )
+    block_rows = _args.positive("block_rows", block_rows)
+    block_cols = _args.positive("block_cols", block_cols)
     mb, nb = m.shape
     n = mb * block_rows if num_tokens is None else _args.static_int("num_tokens", num_tokens)
     kv = nb * block_cols if num_kv_tokens is None else _args.static_int("num_kv_tokens", num_kv_tokens)
@@ -276,6 +274,7 @@ def compose(*layouts: BlockSparse) -> BlockSparse:
     Raises:
       ValueError: no layout, one that does not match, or (on the host) a row whose tokens have different
         numbers of KV tokens before them. In compiled code the row's first token counts.
+      TypeError: something else than layouts.
     """
     if not layouts:
         raise ValueError("compose needs at least one layout")
@@ -329,6 +328,10 @@ def check(layout: BlockSparse, num_pages: int) -> Array:
 
     Used are the first `ceil(kv_len / page_size)` blocks of each row; those that lie outside kv_indices count
     too. Works on the host and inside jit. Contiguous layouts list no blocks: 0.
+
+    Raises:
+      TypeError: something else than a layout, or num_pages is traced.
+      ValueError: num_pages is no int, or negative.
     """
     if not isinstance(layout, BlockSparse):
         raise TypeError(f"layout must be a jaxinfer.BlockSparse, got {type(layout).__name__}")
@@ -359,9 +362,7 @@ def last_row(layout: BlockSparse) -> Array:
         first = np.repeat(layout.q_start - (np.cumsum(q_len) - q_len), q_len)
         out[first + np.arange(first.size)] = np.repeat(np.arange(rows), q_len)  # the last assignment stays
         return out
-    total = (
-        layout.num_layouts * n
-    )  # rows of one layout do not overlap, so there are no more (row, token) pairs
+    total = layout.num_layouts * n  # rows of one layout do not overlap: there are no more (row, token) pairs
     at = jnp.arange(total, dtype=jnp.int32)
     ends = jnp.cumsum(layout.q_len)
     row = jnp.searchsorted(ends, at, side="right").astype(jnp.int32)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from . import _native
-from ._args import positive
+from ._args import positive, static_int
 from .jit import render, select
 from .jit.spec import ELEMENT_SIZE
 from .layout import BlockSparse
@@ -54,7 +54,10 @@ class TileClass:
 
 @dataclasses.dataclass(frozen=True)
 class PlanSpec:
-    """Static facts of a plan: what was known when it was made and what a compiled program relies on."""
+    """Static facts of a plan: what was known when it was made and what a compiled program relies on.
+
+    Those of the layout and of the variant are named as there; capacities are what the planner counts.
+    """
 
     num_tokens: int
     num_rows: int
@@ -69,17 +72,17 @@ class PlanSpec:
     head_dim_vo: int
     dtype: str
     classes: tuple[TileClass, ...]
-    merge_capacity: int
-    slot_capacity: int
-    num_words: int
+    merge_capacity: int  # tokens that may have partial states to merge
+    slot_capacity: int  # partial states of one token, all its heads
+    num_words: int  # of the array
     causal: bool
     window_left: int | None
     window_right: int | None
     softmax: bool
     schedule: str
-    side_by_side: bool
+    side_by_side: bool  # the kernels of two classes run at the same time
     batch_invariant: bool
-    split_tokens: int
+    split_tokens: int  # KV tokens between cuts; read with batch_invariant only
 
     @property
     def group_size(self) -> int:
@@ -141,7 +144,7 @@ def plan(
       Plan with `data` a numpy array. Equal lengths, starts and positions give equal bytes.
 
     Raises:
-      TypeError: the layout is traced or on a device, or an argument has a wrong type.
+      TypeError: the layout is traced or on a device, or an argument is something of another kind.
       ValueError: an option is wrong, or a value of the layout is outside its arrays, capacities or pool.
       NotImplementedError: head_dim, group size, dtype, or a mask or batch_invariant with a composed layout.
     """
@@ -150,7 +153,7 @@ def plan(
         raise TypeError(f"layout must be a jaxinfer.BlockSparse, got {type(layout).__name__}")
     if not isinstance(variant, Variant):
         raise TypeError(f"variant must be a jaxinfer.Variant, got {type(variant).__name__}")
-    arrays = _host_arrays(layout)
+    arrays = host_arrays(layout)
     dtype_key: Any = dtype  # hashable: a name, a scalar type or a numpy dtype
     spec, planner = _static_plan(
         layout.num_tokens,
@@ -178,13 +181,13 @@ def plan(
         batch_invariant,
     )
     if num_pages is not None:
-        num_pages = positive("num_pages", num_pages) if num_pages != 0 else 0
+        num_pages = static_int("num_pages", num_pages)
     data = np.empty(spec.num_words, np.int32)
     planner(*arrays, num_pages=num_pages, out=data)
     return Plan(data, spec)
 
 
-def _host_arrays(layout: BlockSparse) -> list[Any]:
+def host_arrays(layout: BlockSparse) -> list[Any]:
     """The layout's arrays in the planner's order, int32 and contiguous."""
     arrays: list[Any] = []
     for name in ("q_start", "q_len", "kv_start", "kv_indices", "kv_len", "kv_offset", "q_pos", "block_pos"):
@@ -258,6 +261,7 @@ def _static_plan(
         )
     if num_layouts > 1 and masked:
         raise NotImplementedError("a custom mask with a composed layout; supported: layouts of one level")
+    plain = softmax and not masked and not has_functor
     warpgroups = on_gpu and dtype_name != "float32" and not changes_inputs and _has_warpgroups()
     if tiles is None:
         tiles = choose_tiles(
@@ -268,10 +272,11 @@ def _static_plan(
             head_dim_vo,
             on_gpu,
             warpgroups,
-            warpgroups
+            # Measured for these alone; and a request's tiles may not depend on the rows of others.
+            wide_tiles=warpgroups
             and contiguous
-            and softmax
-            and not (masked or has_functor or batch_invariant)
+            and plain
+            and not batch_invariant
             and _fills_wide_tiles(num_tokens * num_qo_heads, group_size),
         )
     tiles = _check_tiles(tiles, group_size)

@@ -1,5 +1,4 @@
-"""The specification in plain jax.numpy, float32 with precision HIGHEST: attention over any layout, and
-append.
+"""The specification in plain jax.numpy, float32 with precision HIGHEST: attention over any layout, and append.
 
 It follows the layout row by row and knows no plan; it is slow, runs everywhere, and decides what is right in
 float32. Argument checks beyond what would be silently wrong here are the public functions' business
@@ -172,9 +171,13 @@ def append_kv(
       k, v: [num_tokens, num_kv_heads, head_dim], dtype of the pools.
       slots: int32 [num_tokens], each at most once; a slot outside [0, num_slots) is skipped.
       layer: int; one out of range writes nothing.
+      kv_layout: "NHD" or "HND".
 
     Returns:
       The new (k_pages, v_pages).
+
+    Raises:
+      ValueError: the pools and the new rows differ in dtype, or kv_layout is neither.
     """
     offset_axis = _offset_axis(kv_layout)
     axis = 0 if layer is None else 1
@@ -253,9 +256,9 @@ class _Pool:
         return jnp.where((self.layer >= 0) & (self.layer < self.k.shape[0]), n, 0)
 
     def gather(self, r: Any, j: Any, num_kv: Any) -> tuple[Any, Any, Any, Any]:
-        """KV tokens j [chunk] of row r: K and V [chunk, num_kv_heads, head_dim] in float32 (0 where not
-        readable),
-        positions, and which are readable."""
+        """KV tokens j [chunk] of row r: K and V [chunk, num_kv_heads, head_dim] in float32 (0 where they cannot be
+        read), positions, and which can be read.
+        """
         layout = self.layout
         valid = j < num_kv
         kv_pos = self.kv_offset[r] + j

@@ -1,5 +1,4 @@
-"""Rotary position embedding: frequencies (default, Llama 3 scaling, per-frequency factors) and the rotation
-itself.
+"""Rotary position embedding: frequencies (default, Llama 3 scaling, per-frequency factors) and the rotation.
 
 Which positions the tokens have is the layout's affair (`layout.q_pos`); nothing here counts tokens.
 """
@@ -17,8 +16,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3 frequency scaling: long wavelengths are divided by `factor`, short ones kept, a linear blend
-    between.
+    """Llama 3 frequency scaling: long wavelengths are divided by `factor`, short ones kept, blended between.
 
     Wavelengths are measured in tokens: longer than `original_max_position / low_freq_factor` counts as long,
     shorter than `original_max_position / high_freq_factor` as short.
@@ -43,9 +41,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class FrequencyFactors:
-    """One divisor per rotary frequency, `head_dim / 2` of them (how GGUF files store any precomputed
-    scaling).
-    """
+    """One divisor per rotary frequency, `head_dim / 2` of them (how GGUF files store precomputed scaling)."""
 
     factors: tuple[float, ...]
 
@@ -56,8 +52,7 @@ RopeScaling = Llama3Scaling | FrequencyFactors
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> npt.NDArray[np.float32]:
-    """Angle per token of each rotated pair, float32 `[head_dim / 2]`, in radians: `theta ** (-2 i /
-    head_dim)`, scaled.
+    """Radians per token of each rotated pair, float32 `[head_dim / 2]`: `theta ** (-2 i / head_dim)`, scaled.
 
     Computed on the host in float64. ValueError for an odd `head_dim` or a wrong number of factors.
     Source: RoFormer, arXiv 2104.09864, section 3.2.2; scaling as in the Llama 3.1 model release.
@@ -69,9 +64,8 @@ def rope_frequencies(
         wavelength = 2 * math.pi / inv_freq
         turns = scaling.original_max_position / wavelength  # full rotations inside the original context
         span = scaling.high_freq_factor - scaling.low_freq_factor
-        keep = np.clip(
-            (turns - scaling.low_freq_factor) / span, 0.0, 1.0
-        )  # 1: unscaled, 0: divided by factor
+        # 1: unscaled, 0: divided by factor
+        keep = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
         inv_freq = keep * inv_freq + (1.0 - keep) * inv_freq / scaling.factor
     elif isinstance(scaling, FrequencyFactors):
         if len(scaling.factors) != head_dim // 2:
@@ -89,11 +83,11 @@ def rope_cos_sin(
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
-    """Rotates `x [num_tokens, heads, head_dim]` by the angles of `rope_cos_sin`; same shape and dtype,
-    float32 inside.
+    """Rotates `x [num_tokens, heads, head_dim]` by the angles of `rope_cos_sin`; same shape and dtype.
 
     Pair i is `(x[2i], x[2i + 1])` when `interleaved`, else `(x[i], x[i + head_dim / 2])` (half-split): a
-    checkpoint is trained or permuted for one of the two, and the other gives plausible nonsense.
+    checkpoint is trained or permuted for one of the two, and the other gives plausible nonsense. Computed in
+    float32. ValueError for shapes that do not fit together.
     """
     half = x.shape[-1] // 2
     if x.ndim != 3 or cos.shape != (x.shape[0], half) or sin.shape != cos.shape:

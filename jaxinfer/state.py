@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxinfer._args import Array, is_array
+from jaxinfer._args import Array, check_array
 
 _LOG2_E = math.log2(math.e)
 
@@ -67,8 +67,8 @@ def merge_many(states: Sequence[AttentionState]) -> AttentionState:
                 f"state {i} must be a jaxinfer.AttentionState, as attention(..., return_lse=True) gives, "
                 f"got {type(s).__name__}"
             )
-        is_array(f"o of state {i}", s.o)
-        is_array(f"lse of state {i}", s.lse)
+        check_array(f"o of state {i}", s.o)
+        check_array(f"lse of state {i}", s.lse)
         if s.o.shape != states[0].o.shape or s.o.dtype != states[0].o.dtype:
             raise ValueError(
                 f"state {i} has o {s.o.dtype}{list(s.o.shape)}, "

@@ -1,5 +1,4 @@
-"""Variant: the attention rules of a call (causal, windows, soft cap, custom masks), and packing of custom
-masks.
+"""Variant: the attention rules of a call (causal, windows, soft cap, custom masks), and packing of masks.
 
 Which tokens meet at all is the layout's affair (layout.py); what the rules do to a logit is written in
 reference.py. Fields hold either static facts, which are the compile key, or arrays, which are operands.
@@ -23,8 +22,7 @@ from jaxinfer.layout import BlockSparse
 
 @dataclass(frozen=True)
 class Variant:
-    """Rules between a query token at position q_pos and a KV token at position kv_pos; all given ones hold
-    (AND).
+    """Rules between a query token at position q_pos and a KV token at position kv_pos; all given ones hold (AND).
 
     Attributes:
       causal: `kv_pos <= q_pos`.
@@ -37,8 +35,8 @@ class Variant:
       functor, operands: rules written as CUDA text and the arrays they read; `Variant.from_cuda` fills them.
 
     Raises:
-      ValueError: a negative window, a soft cap that float32 cannot use, a value of a wrong
-        kind, or only one of the mask arrays.
+      ValueError: a negative window, a soft cap that float32 cannot use, a value of a wrong kind, or only one of the
+        mask arrays.
       TypeError: a static field is traced.
     """
 

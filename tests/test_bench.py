@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from backend import cpu_only
 from jaxinfer.bench.measure import interleaved
 from jaxinfer.bench.peers import OURS, PEERS, check_output, expected_output
 from jaxinfer.bench.report import plain_table
-from jaxinfer.bench.workloads import DECODE_SHAPES, PLAN_SHAPES, DecodeShape, decode_batch, plan_arrays
+from jaxinfer.bench.workloads import PLAN_SHAPES, DecodeShape, decode_batch, plan_arrays
 
 SHAPE = DecodeShape(2, 20, num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=8)
 
@@ -35,8 +34,6 @@ def test_expected_output_by_hand():
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_peer_computes_attention(peer, dtype: str):
-    if jax.default_backend() not in peer.platforms:
-        pytest.skip(f"{peer.name} runs on {peer.platforms}")
     shape = DecodeShape(**{**SHAPE.__dict__, "dtype": dtype})
     batch = decode_batch(shape)
     assert check_output(peer.name, batch, peer.prepare(batch)(), expected_output(batch)) > 0
@@ -63,7 +60,6 @@ def test_pages_are_shuffled_and_the_last_one_partly_filled():
 def test_ours_comes_first_and_names_differ():
     assert PEERS[0].name == OURS
     assert len({peer.name for peer in PEERS}) == len(PEERS)
-    assert len(set(DECODE_SHAPES)) == 9
 
 
 @pytest.mark.parametrize("shape", PLAN_SHAPES, ids=lambda s: s.name)

@@ -24,7 +24,8 @@ from jaxinfer.bench.burst import Burst, JaxBurst, per_call, race
 from jaxinfer.bench.cases import Case, Operands, decode_case, make_operands, prefill_case
 from jaxinfer.bench.ceilings import measure_ceilings, run_until_steady
 from jaxinfer.bench.measure import Timing
-from jaxinfer.bench.rivals import OURS, RIVALS, kernel_specs
+from jaxinfer.bench.peers import OURS
+from jaxinfer.bench.rivals import RIVALS, kernel_specs
 from jaxinfer.bench.row import Entry, Row, fastest_seconds, measure_case, relative_error
 from jaxinfer.bench.torch_rivals import GraphBurst
 from jaxinfer.bench.versus import as_json

@@ -1,4 +1,4 @@
-"""`bench decode`: checks every peer on every shape, times them, reports. Shapes and peers are elsewhere."""
+"""`bench decode` on a CPU: checks every peer on every shape, times them, reports. Shapes and peers are elsewhere."""
 
 from __future__ import annotations
 
@@ -41,35 +41,29 @@ def bench_decode(
     """
     if output is not None:
         check_plot(output)
-    peers = [peer for peer in PEERS if jax.default_backend() in peer.platforms]
-    if not any(peer.name == OURS for peer in peers):
-        raise NotImplementedError(
-            f"bench decode on {jax.default_backend()}: there are no kernels for it yet; "
-            "JAX_PLATFORMS=cpu measures the CPU"
-        )
     progress = Progress(len(shapes))
     results = []
     for shape in shapes:
         progress.start(f"decode {shape.name}")
-        results += _measure(shape, peers, rounds)
+        results += _measure(shape, rounds)
     progress.finish()
-    _report(results, peers)
+    _report(results)
     if output is not None:
-        _plot(results, peers, output)
+        _plot(results, output)
         print(f"plot written to {output}")
     return results
 
 
-def _measure(shape: DecodeShape, peers: Sequence[Peer], rounds: int) -> list[Result]:
+def _measure(shape: DecodeShape, rounds: int) -> list[Result]:
     batch = decode_batch(shape)
     expected = expected_output(batch)
-    calls: dict[str, Callable[[], jax.Array]] = {peer.name: peer.prepare(batch) for peer in peers}
+    calls: dict[str, Callable[[], jax.Array]] = {peer.name: peer.prepare(batch) for peer in PEERS}
     errors = {name: check_output(name, batch, call(), expected) for name, call in calls.items()}
     timings = interleaved(calls, rounds=rounds)
-    return [Result(shape, peer, timings[peer.name], errors[peer.name]) for peer in peers]
+    return [Result(shape, peer, timings[peer.name], errors[peer.name]) for peer in PEERS]
 
 
-def _report(results: Sequence[Result], peers: Sequence[Peer]) -> None:
+def _report(results: Sequence[Result]) -> None:
     shape = results[0].shape
     title = (
         f"decode, {shape.num_qo_heads}/{shape.num_kv_heads} heads, head_dim {shape.head_dim}, {shape.dtype}, "
@@ -94,10 +88,10 @@ def _report(results: Sequence[Result], peers: Sequence[Peer]) -> None:
                 f"{r.error:.0e}",
             )
         )
-    print_table(title, columns, rows, text_columns=2, notes=[f"{p.name}: {p.note}" for p in peers])
+    print_table(title, columns, rows, text_columns=2, notes=[f"{p.name}: {p.note}" for p in PEERS])
 
 
-def _plot(results: Sequence[Result], peers: Sequence[Peer], output: str) -> None:
+def _plot(results: Sequence[Result], output: str) -> None:
     shapes = list(dict.fromkeys(r.shape for r in results))
     speed = {(r.shape, r.peer.name): r.gigabytes_per_second for r in results}
     shape = shapes[0]
@@ -107,5 +101,5 @@ def _plot(results: Sequence[Result], peers: Sequence[Peer], output: str) -> None
         f"heads, head_dim {shape.head_dim}, {shape.dtype}, page {shape.page_size}",
         "KV gigabytes per second",
         [s.name for s in shapes],
-        {peer.name: [speed[s, peer.name] for s in shapes] for peer in peers},
+        {peer.name: [speed[s, peer.name] for s in shapes] for peer in PEERS},
     )

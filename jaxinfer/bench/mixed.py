@@ -13,8 +13,9 @@ import jax
 from jaxinfer.bench.burst import Burst, race
 from jaxinfer.bench.cases import Case, checked_tokens, expected_tokens, make_operands
 from jaxinfer.bench.measure import Timing
+from jaxinfer.bench.peers import OURS
 from jaxinfer.bench.report import Progress, print_table
-from jaxinfer.bench.rivals import OURS, RIVALS
+from jaxinfer.bench.rivals import RIVALS
 from jaxinfer.bench.row import relative_error
 
 

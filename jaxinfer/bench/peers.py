@@ -1,6 +1,7 @@
-"""Who takes part in `bench decode`: one entry per way to compute the same step. Timing lives in measure.py.
+"""Who takes part in `bench decode` on a CPU: one entry per way to compute the same step. Timing is in measure.py.
 
-A new peer is one `Peer` in PEERS: a name, the platforms it runs on, and a function that prepares its call.
+A new peer is one `Peer` in PEERS: a name and a function that prepares its call. Those of the tables for GPUs are in
+rivals.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import jaxinfer
 from jaxinfer.bench.workloads import DecodeBatch
 
-#: Norm-wise relative error against the float32 reference that a result may have to be worth timing.
+#: Norm-wise relative error against the reference that a result may have to be worth timing.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
@@ -26,12 +27,10 @@ class Peer:
     """One way to compute a decode step.
 
     `prepare` puts the operands on the device and returns a call without arguments whose result is o
-    [batch, num_qo_heads, head_dim]. `compared`: a fair rival; else its ratio is shown
-    in brackets, as information.
+    [batch, num_qo_heads, head_dim]. `compared`: a fair rival; else its ratio is shown in brackets, as information.
     """
 
     name: str
-    platforms: tuple[str, ...]
     prepare: Callable[[DecodeBatch], Callable[[], jax.Array]]
     compared: bool = True
     note: str = ""
@@ -95,16 +94,14 @@ def _dot_product_dense(batch: DecodeBatch) -> Callable[[], jax.Array]:
 OURS = "jaxinfer"
 #: The first is ours; ratios are the others' time over ours.
 PEERS = (
-    Peer(OURS, ("cpu",), _jaxinfer, note="jaxinfer.attention over the pages, the plan made beforehand"),
+    Peer(OURS, _jaxinfer, note="jaxinfer.attention over the pages, the plan made beforehand"),
     Peer(
         "jax.nn, gathered pages",
-        ("cpu", "gpu"),
         _dot_product_gathered,
         note="k_pages[block_table], then jax.nn.dot_product_attention, in one jit",
     ),
     Peer(
         "jax.nn, dense",
-        ("cpu", "gpu"),
         _dot_product_dense,
         compared=False,
         note="jax.nn.dot_product_attention on a dense cache: information, it cannot page",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from jaxinfer.bench.measure import interleaved
 from jaxinfer.bench.report import Progress, print_table
 from jaxinfer.bench.workloads import PLAN_SHAPES, PlanShape, plan_arrays
 from jaxinfer.layout import BlockSparse
-from jaxinfer.plan import planner_of
+from jaxinfer.plan import host_arrays, planner_of
 
 _CAUSAL = jaxinfer.Variant(causal=True)
 
@@ -83,8 +82,7 @@ def _plan(layout: BlockSparse, shape: PlanShape) -> jaxinfer.Plan:
 def _planner_call(planner: _native.Planner, plan: jaxinfer.Plan, layout: BlockSparse) -> Callable[[], None]:
     """One run of the planner alone; it must make the same plan."""
     out = np.empty(plan.spec.num_words, np.int32)
-    names = ("q_start", "q_len", "kv_start", "kv_indices", "kv_len", "kv_offset", "q_pos", "block_pos")
-    arrays: list[Any] = [getattr(layout, name) for name in names]
+    arrays = host_arrays(layout)
 
     def call() -> None:
         planner(*arrays, num_pages=None, out=out)

@@ -1,6 +1,7 @@
 """Who takes part in the tables of cases.py: one `Rival` per library, each with the variants of which the best counts.
 
-Those that need torch are prepared in torch_rivals.py; timing is in burst.py. A new rival is one entry in RIVALS.
+Those that need torch are prepared in torch_rivals.py; timing is in burst.py. A new rival is one entry in RIVALS. Who
+takes part in `bench decode` on a CPU is in peers.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jaxinfer.attention import attention_p
 from jaxinfer.bench import torch_rivals
 from jaxinfer.bench.burst import Burst, JaxBurst
 from jaxinfer.bench.cases import Case, Operands, make_layout
+from jaxinfer.bench.peers import OURS
 from jaxinfer.ffi import attention_kernel_attributes
 from jaxinfer.jit.registry import load
 from jaxinfer.jit.warmup import local_archs
@@ -190,7 +192,6 @@ def _pallas(ops: Operands) -> Variants:
     return {f"{n} splits": with_splits(n) for n in ((16,) if case.batch <= 16 else (4,))}
 
 
-OURS = "jaxinfer"
 _BOTH = ("decode", "prefill")
 #: The first is ours; ratios are against the others.
 RIVALS = (

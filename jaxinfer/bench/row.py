@@ -20,8 +20,8 @@ import numpy as np
 from jaxinfer.bench.burst import Burst, race
 from jaxinfer.bench.cases import Case, Ints, Operands, checked_tokens, expected_tokens, make_operands
 from jaxinfer.bench.measure import Timing
-from jaxinfer.bench.peers import TOLERANCE
-from jaxinfer.bench.rivals import OURS, Rival
+from jaxinfer.bench.peers import OURS, TOLERANCE
+from jaxinfer.bench.rivals import Rival
 
 _T = TypeVar("_T")
 #: A call is not believed to read or multiply this much faster than the ceilings measured in the same run: it did not
@@ -59,9 +59,8 @@ class Row:
 
     case: Case
     entries: list[Entry] = field(default_factory=list)
-    absent: dict[str, str] = field(
-        default_factory=dict
-    )  # library to reason: cannot, failed, impossible, no time
+    #: Library to reason: cannot, failed, impossible, no time.
+    absent: dict[str, str] = field(default_factory=dict)
 
     @property
     def ours(self) -> Entry | None:

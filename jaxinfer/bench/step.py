@@ -56,6 +56,7 @@ class StepResult:
 
     @property
     def efficiency(self) -> float:
+        """Part of the read bandwidth that the step reaches."""
         return self.read_seconds / self.step.median
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 
 from jaxinfer.bench.cases import Case
+from jaxinfer.bench.peers import OURS
 from jaxinfer.bench.report import Progress, check_plot, plot_bars, print_table
-from jaxinfer.bench.rivals import OURS, RIVALS, Rival
+from jaxinfer.bench.rivals import RIVALS, Rival
 from jaxinfer.bench.row import Row
 from jaxinfer.bench.supervise import measure_rows
 

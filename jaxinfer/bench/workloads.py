@@ -120,7 +120,7 @@ def plan_arrays(shape: PlanShape, seed: int = 0) -> PlanArrays:
     return PlanArrays(qo_indptr, kv_indptr, kv_indices, kv_len)
 
 
-#: What `bench decode` measures when no shape is given.
-DECODE_SHAPES = tuple(DecodeShape(batch, kv_len) for batch in (1, 4, 16) for kv_len in (64, 1024, 4096))
+#: What `bench decode` on a CPU measures when nothing is given, with the defaults of DecodeShape.
+DECODE_BATCHES, DECODE_KV_LENS = (1, 4, 16), (64, 1024, 4096)
 #: What `bench plan` measures when no size is given.
 PLAN_SHAPES = (PlanShape(128, 0), PlanShape(128, 8), PlanShape(2048, 0), PlanShape(2048, 16))

@@ -154,6 +154,7 @@ def from_cuda(
 
     Raises:
       ValueError: no hole is filled, or a name, dtype or number is wrong.
+      TypeError: source is no text.
     """
     from jaxinfer.variant import Variant
 

@@ -1,7 +1,6 @@
 """From a spec to the CUDA text that instantiates one kernel template, with its launch geometry.
 
-The templates are csrc/kernels/*.cuh; which tile is computed how is tiles.py's choice. Nothing is compiled
-here.
+The templates are csrc/kernels/*.cuh; which tile is computed how is tiles.py's choice. Nothing is compiled here.
 """
 
 from __future__ import annotations

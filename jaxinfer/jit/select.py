@@ -1,8 +1,6 @@
-"""Which kernels a GPU call needs: from the static facts of the call to specs, in the order that the handlers
-expect.
+"""Which kernels a GPU call needs: from the static facts of the call to specs, in the order that handlers expect.
 
-Choices that depend on the architecture are not made here: a program may be lowered on a machine without a
-GPU.
+Choices that depend on the architecture are not made here: a program may be lowered on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ def attention_kernels(
     functor: FunctorSource | None,
     implementation: str | None,
 ) -> str:
-    """The `kernels` attribute of an attention call: one spec per tile class, then the merge's if the plan can
-    merge.
+    """The `kernels` attribute of an attention call: one spec per tile class, then the merge's if the plan can merge.
 
     Args:
       dtype: of q, K and V.

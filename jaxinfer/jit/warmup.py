@@ -1,7 +1,6 @@
 """Compiling kernels ahead of the first request: which ones a model needs, and a line of progress for each.
 
-Kernels are compiled when they are first needed anyway; a server that wants its first step fast runs this
-once.
+Kernels are compiled when they are first needed anyway; a server that wants its first step fast runs this once.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def local_archs() -> list[str]:
 def model_kernels(
     config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16", page_size: int = 16
 ) -> list[str]:
-    """Specs of every kernel that serving a model can ask for: all tiles that plans may choose."""
+    """Specs of every kernel that serving a model from pages can ask for: all tiles that plans may choose there."""
     from jaxinfer.attention import rules
 
     group_size = config.num_qo_heads // config.num_kv_heads
