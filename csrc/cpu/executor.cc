@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "cpu/kernels.h"
+#include "integers.h"
 
 namespace jaxinfer::cpu {
 namespace {
@@ -78,18 +79,14 @@ bool layer_in_range(const int32_t* layer, int32_t num_layers) {
   return layer == nullptr || (*layer >= 0 && *layer < num_layers);
 }
 
-int64_t div_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // Runs body(begin, end) over pieces of [0, count): one piece when there is little work, else about 64 of
 // them.
 template <class Body>
 void for_pieces(const ParallelFor& parallel_for, int64_t count, bool little, const Body& body) {
   if (count == 0) return;
   if (little) return body(0, count);
-  const int64_t piece = div_up(count, 64);
-  parallel_for(div_up(count, piece), [&](int64_t i) {
+  const int64_t piece = ceil_div(count, 64);
+  parallel_for(ceil_div(count, piece), [&](int64_t i) {
     const int64_t begin = i * piece;
     body(begin, begin + piece < count ? begin + piece : count);
   });
@@ -125,8 +122,8 @@ int32_t heads_per_task(const AttentionParams& p, int32_t num_queues, int32_t hea
   static const int64_t min_tasks = 4 * int64_t{std::max(1u, std::thread::hardware_concurrency())};
   if (p.k_strides.head != p.head_dim_qk || p.v_strides.head != p.head_dim_vo) return 1;
   const int64_t row_bytes = int64_t{p.head_dim_qk} * (p.dtype == DType::kF32 ? 4 : 2);
-  const int64_t by_size = div_up(1024, row_bytes);
-  const int64_t by_tasks = heads / std::min<int64_t>(heads, div_up(min_tasks, num_queues));
+  const int64_t by_size = ceil_div(1024, row_bytes);
+  const int64_t by_tasks = heads / std::min<int64_t>(heads, ceil_div(min_tasks, num_queues));
   return static_cast<int32_t>(std::min({by_size, by_tasks, int64_t{heads}}));
 }
 
@@ -135,7 +132,7 @@ TaskRange make_tasks(const AttentionParams& p, const ClassFormat& cls, int64_t b
   range.heads = cls.packed ? p.num_kv_heads : p.num_qo_heads;
   range.queue_major = !cls.is_compute_bound(p.group_size());
   range.heads_per_task = range.queue_major && cls.packed ? heads_per_task(p, cls.num_queues, range.heads) : 1;
-  range.chunks = static_cast<int32_t>(div_up(range.heads, range.heads_per_task));
+  range.chunks = static_cast<int32_t>(ceil_div(range.heads, range.heads_per_task));
   range.begin = begin;
   range.end = begin + int64_t{cls.num_queues} * range.chunks;
   return range;

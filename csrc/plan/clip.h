@@ -10,9 +10,9 @@ namespace jaxinfer {
 
 constexpr int32_t kKvAlign = 16;  // ranges begin, and are cut, at multiples of this many KV tokens
 
+// KV tokens [begin, end) of a row's list, begin a multiple of kKvAlign; begin >= end: nothing.
 struct KvRange {
-  int32_t
-      begin;  // KV tokens [begin, end) of the row's list, begin a multiple of kKvAlign; begin >= end: nothing
+  int32_t begin;
   int32_t end;
 };
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "integers.h"
 #include "plan/format.h"
 
 namespace jaxinfer {
@@ -49,8 +50,8 @@ struct PlanRequest {
   bool batch_invariant;
   int32_t split_tokens;  // KV tokens between cuts, read with batch_invariant only; a multiple of 16
   ClipRule clip;
-  PlanFormat
-      format;  // classes (tile, packed, num_queues, num_ctas) given, the rest filled by fill_capacities
+  // Of its classes tile, packed, num_queues and num_ctas are given; fill_capacities fills the rest.
+  PlanFormat format;
   Costs costs[kMaxClasses];
 
   int32_t group_size() const { return num_qo_heads / num_kv_heads; }
@@ -69,12 +70,5 @@ struct LayoutView {
   int64_t kv_indices_capacity;
   std::optional<int64_t> num_pages;  // pages of the pool (contiguous: KV tokens) when known
 };
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-inline int64_t round_up(int64_t a, int64_t b) {
-  return ceil_div(a, b) * b;
-}
 
 }  // namespace jaxinfer

@@ -1,5 +1,6 @@
-// The schedules. All arithmetic is in integers and every tie goes to the lower index, so that the same
-// lengths give the same plan on any machine.
+// The schedules: lpt, runs, and cuts by row for batch_invariant. All arithmetic is in integers and every tie
+// goes to the lower index, so that the same lengths give the same plan on any machine. Costs and shares of
+// the machine are cost.cc's, ends that level CTAs level.cc's.
 #include "plan/schedule.h"
 
 #include <algorithm>
@@ -29,6 +30,14 @@ void radix_sort(const std::vector<uint64_t>& keys, std::vector<int32_t>* order) 
     for (int32_t i : *order) sorted[begin[keys[i] >> shift & 255]++] = i;
     order->swap(sorted);
   }
+}
+
+int64_t tile_cost(const Costs& costs, const Tile& tile) {
+  return item_cost(costs, tile.num_tokens, tile.kv_end - tile.kv_begin);
+}
+
+int64_t piece_cost(const Costs& costs, const std::vector<Tile>& tiles, const Piece& piece) {
+  return item_cost(costs, tiles[piece.tile].num_tokens, piece.kv_end - piece.kv_begin);
 }
 
 using Heap = std::vector<std::pair<int64_t, int32_t>>;
@@ -92,7 +101,7 @@ int64_t deal_whole(const std::vector<Tile>& tiles, const std::vector<int32_t>& o
   int64_t largest = 0;
   for (int32_t i : order) {
     const Tile& tile = tiles[i];
-    const int64_t cost = item_cost(costs, tile.num_tokens, tile.kv_end - tile.kv_begin);
+    const int64_t cost = tile_cost(costs, tile);
     if (out != nullptr) out->pieces.push_back({i, tile.kv_begin, tile.kv_end, queues.queue()});
     largest = std::max(largest, queues.load() + cost);
     queues.add(cost);
@@ -182,6 +191,7 @@ void find_sections(const LayoutView& layout, const PlanRequest& request, const C
   const int64_t kv_heads = cls.packed ? at_once : ceil_div(at_once, request.group_size());
   const int64_t token_bytes =
       kv_heads * (int64_t{request.head_dim_qk} + request.head_dim_vo) * request.element_size;
+  sections->resize(tiles.size());
   uint64_t section = 0;
   int64_t bytes = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
@@ -207,20 +217,24 @@ struct Scratch {
   ClassPieces leveled;
 };
 
+// Loads of the queues, to scratch->loads.
+void find_loads(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues,
+                const std::vector<Piece>& pieces, Scratch* scratch) {
+  scratch->loads.assign(num_queues, 0);
+  for (const Piece& piece : pieces) scratch->loads[piece.queue] += piece_cost(costs, tiles, piece);
+}
+
 // A compute-bound class, cut and dealt already: deals whole tiles instead where that ends with the class
 // beside it (free_load, 0 without one) or before the cuts and the merge behind them would. 16 chunks of 512
 // tokens on 8192: cuts balance 3% better and take 5% longer (551 against 582 TFLOP/s on an H200). Returns the
 // load of the fullest queue.
 int64_t prefer_whole(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues,
                      int64_t free_load, Scratch* scratch, ClassPieces* out) {
-  scratch->loads.assign(num_queues, 0);
-  int64_t cut_tokens = 0;
-  for (size_t i = 0; i < out->pieces.size(); ++i) {
-    const Piece& piece = out->pieces[i];
-    const Tile& tile = tiles[piece.tile];
-    scratch->loads[piece.queue] += item_cost(costs, tile.num_tokens, piece.kv_end - piece.kv_begin);
-    if (i > 0 && out->pieces[i - 1].tile == piece.tile) cut_tokens += tile.num_tokens;
+  int64_t cut_tokens = 0;  // as often as their tiles are cut
+  for (size_t i = 1; i < out->pieces.size(); ++i) {
+    if (out->pieces[i - 1].tile == out->pieces[i].tile) cut_tokens += tiles[out->pieces[i].tile].num_tokens;
   }
+  find_loads(tiles, costs, num_queues, out->pieces, scratch);
   const int64_t cut = *std::max_element(scratch->loads.begin(), scratch->loads.end());
   if (cut_tokens == 0) return cut;
   const int64_t whole = deal_whole(tiles, scratch->order, costs, num_queues, &scratch->heap, nullptr);
@@ -247,12 +261,10 @@ void sort_by_cost(size_t size, bool by_section, CostOf cost, TileOf tile_of, Scr
 
 // Numbers the queues by descending load: a CTA that runs queues of several heads takes them from either end
 // in turn, a full one beside one with room.
-void sort_queues(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues,
+void sort_queues(const std::vector<Tile>& tiles, const Costs& costs, int32_t num_queues, Scratch* scratch,
                  ClassPieces* pieces) {
-  std::vector<int64_t> load(num_queues);
-  for (const Piece& p : pieces->pieces) {
-    load[p.queue] += item_cost(costs, tiles[p.tile].num_tokens, p.kv_end - p.kv_begin);
-  }
+  find_loads(tiles, costs, num_queues, pieces->pieces, scratch);
+  const std::vector<int64_t>& load = scratch->loads;
   std::vector<int32_t> order(num_queues);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return load[a] > load[b]; });
@@ -271,10 +283,98 @@ void prefer_level(const std::vector<Tile>& tiles, const PlanRequest& request, in
   ClassPieces& leveled = scratch->leveled;
   leveled.pieces.clear();
   deal_whole(tiles, scratch->order, costs, cls.num_queues, &scratch->heap, &leveled);
-  sort_queues(tiles, costs, cls.num_queues, &leveled);
+  sort_queues(tiles, costs, cls.num_queues, scratch, &leveled);
   const int64_t cost = cost_of_ctas(tiles, costs, cls, heads, *out);
   // Less than that is worth no merge: pieces are not where the others of their K and V are.
   if (level_ctas(tiles, costs, cls, heads, &leveled) < cost - cost / 128) out->pieces.swap(leveled.pieces);
+}
+
+// Cost of what a class computes, and of its longest piece, which cannot be cut any further.
+struct ClassCost {
+  int64_t total = 0;
+  int64_t longest_piece = 0;
+
+  void add(int64_t cost, int64_t piece_cost) {
+    total += cost;
+    longest_piece = std::max(longest_piece, piece_cost);
+  }
+};
+
+ClassCost cost_of_class(const std::vector<Tile>& tiles, const Costs& costs) {
+  ClassCost sum;
+  const int64_t uncut = costs.floor * 3 / 2;
+  for (const Tile& tile : tiles) {
+    const int64_t kv_tokens = tile.kv_end - tile.kv_begin;
+    sum.add(tile_cost(costs, tile), item_cost(costs, tile.num_tokens, std::min(kv_tokens, uncut)));
+  }
+  return sum;
+}
+
+ClassCost cost_of_pieces(const std::vector<Tile>& tiles, const Costs& costs,
+                         const std::vector<Piece>& pieces) {
+  ClassCost sum;
+  for (const Piece& piece : pieces) {
+    const int64_t cost = piece_cost(costs, tiles, piece);
+    sum.add(cost, cost);
+  }
+  return sum;
+}
+
+// batch_invariant: deals pieces that are cut already, the longest first.
+void deal_pieces(const std::vector<Tile>& tiles, const Costs& costs, bool by_section, int32_t num_queues,
+                 Scratch* scratch, ClassPieces* out) {
+  std::vector<Piece>& pieces = out->pieces;
+  const auto cost = [&](size_t i) { return piece_cost(costs, tiles, pieces[i]); };
+  sort_by_cost(pieces.size(), by_section, cost, [&](size_t i) { return pieces[i].tile; }, scratch);
+  LeastLoaded queues(&scratch->heap, num_queues);
+  for (int32_t i : scratch->order) {
+    pieces[i].queue = queues.queue();
+    queues.add(cost(i));
+  }
+  out->order = scratch->order;
+}
+
+// The order in which tiles are dealt, to scratch->order.
+void sort_tiles(const std::vector<Tile>& tiles, const Costs& costs, bool by_section, int32_t num_queues,
+                Scratch* scratch) {
+  const auto cost = [&](size_t i) { return tile_cost(costs, tiles[i]); };
+  const auto sort = [&](bool sections) {
+    sort_by_cost(tiles.size(), sections, cost, [](size_t i) { return i; }, scratch);
+  };
+  const auto largest_load = [&] {
+    return deal_whole(tiles, scratch->order, costs, num_queues, &scratch->heap, nullptr);
+  };
+  sort(false);
+  if (!by_section || scratch->sections.back() == 0) return;
+  const int64_t mixed = largest_load();
+  sort(true);
+  // The last section may begin with tiles that are too long to even out what the ones before it leave.
+  if (largest_load() > mixed / 16 * 17) sort(false);
+}
+
+// Cuts and deals the tiles of class c. What the class that computes comes to may change the share of the one
+// that reads beside it.
+void schedule_class(const PlanRequest& request, int32_t c, const std::vector<Tile>& tiles,
+                    const int64_t* total_cost, QueueShares* shares, Scratch* scratch, ClassPieces* out) {
+  const Costs& costs = request.costs[c];
+  const int32_t num_queues = shares->queues[c];
+  const bool compute_bound = request.format.classes[c].is_compute_bound(request.group_size());
+  sort_tiles(tiles, costs, compute_bound, num_queues, scratch);
+  if (request.schedule == Schedule::kRuns && !compute_bound) {
+    schedule_runs(tiles, scratch->order, costs, num_queues, total_cost[c], &scratch->heap, out);
+    return;
+  }
+  int64_t largest_own = 0;
+  for (const Tile& tile : tiles) largest_own = std::max(largest_own, item_cost(costs, tile.num_tokens, 0));
+  const int64_t quota = ceil_div(total_cost[c], num_queues) + largest_own;
+  cut_and_deal(tiles, scratch->order, costs, quota, num_queues, &scratch->heap, out);
+  if (!compute_bound) return;
+  const int64_t load = prefer_whole(tiles, costs, num_queues, shares->free_load, scratch, out);
+  if (shares->free_load > 0) shares->queues[0] = reading_queues(request, total_cost, *shares, load);
+  sort_queues(tiles, costs, num_queues, scratch, out);
+  if (shares->free_load == 0 && tiles.size() >= static_cast<size_t>(num_queues)) {
+    prefer_level(tiles, request, c, scratch, out);
+  }
 }
 
 }  // namespace
@@ -282,89 +382,31 @@ void prefer_level(const std::vector<Tile>& tiles, const PlanRequest& request, in
 void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
                      const std::vector<Tile> (&tiles)[kMaxClasses], ClassPieces (&classes)[kMaxClasses]) {
   static thread_local Scratch scratch;
-  const auto tile_cost = [&](int32_t c, const Tile& tile, int64_t kv_tokens) {
-    return item_cost(request.costs[c], tile.num_tokens, kv_tokens);
-  };
-  int64_t total_cost[kMaxClasses] = {};
-  int64_t longest_piece[kMaxClasses] = {};  // cost of what cannot be cut any further
-  const auto count = [&](int32_t c, const Tile& tile, int64_t kv_tokens, int64_t largest_piece) {
-    total_cost[c] += tile_cost(c, tile, kv_tokens);
-    longest_piece[c] = std::max(longest_piece[c], tile_cost(c, tile, std::min(kv_tokens, largest_piece)));
-  };
+  ClassCost sums[kMaxClasses];
   for (int32_t c = 0; c < request.format.num_classes; ++c) {
     classes[c].pieces.clear();
     classes[c].order.clear();
     if (request.batch_invariant) {
       cut_by_row(layout, request, c, tiles[c], &classes[c]);
-      for (const Piece& p : classes[c].pieces) {
-        count(c, tiles[c][p.tile], p.kv_end - p.kv_begin, p.kv_end - p.kv_begin);
-      }
+      sums[c] = cost_of_pieces(tiles[c], request.costs[c], classes[c].pieces);
     } else {
-      const int64_t uncut = request.costs[c].floor * 3 / 2;
-      for (const Tile& tile : tiles[c]) count(c, tile, tile.kv_end - tile.kv_begin, uncut);
+      sums[c] = cost_of_class(tiles[c], request.costs[c]);
     }
   }
-  QueueShares shares = share_queues(request, total_cost, longest_piece[1]);
+  const int64_t total_cost[kMaxClasses] = {sums[0].total, sums[1].total};
+  QueueShares shares = share_queues(request, total_cost, sums[1].longest_piece);
 
   // The first class's queues may depend on what the last one's came to.
   for (int32_t c = request.format.num_classes - 1; c >= 0; --c) {
     if (tiles[c].empty()) continue;
     const ClassFormat& cls = request.format.classes[c];
-    const Costs& costs = request.costs[c];
-    const int32_t num_queues = shares.queues[c];
     const bool by_section = cls.is_compute_bound(request.group_size());
-    if (by_section) {
-      scratch.sections.resize(tiles[c].size());
-      find_sections(layout, request, cls, tiles[c], &scratch.sections);
-    }
+    if (by_section) find_sections(layout, request, cls, tiles[c], &scratch.sections);
     if (request.batch_invariant) {
-      std::vector<Piece>& pieces = classes[c].pieces;
-      const auto cost = [&](size_t i) {
-        return tile_cost(c, tiles[c][pieces[i].tile], pieces[i].kv_end - pieces[i].kv_begin);
-      };
-      sort_by_cost(pieces.size(), by_section, cost, [&](size_t i) { return pieces[i].tile; }, &scratch);
-      LeastLoaded queues(&scratch.heap, num_queues);
-      for (int32_t i : scratch.order) {
-        pieces[i].queue = queues.queue();
-        queues.add(cost(i));
-      }
-      classes[c].order = scratch.order;
+      deal_pieces(tiles[c], request.costs[c], by_section, shares.queues[c], &scratch, &classes[c]);
       continue;
     }
-    const auto cost = [&](size_t i) {
-      return tile_cost(c, tiles[c][i], tiles[c][i].kv_end - tiles[c][i].kv_begin);
-    };
-    const auto sort_tiles = [&](bool sections) {
-      sort_by_cost(tiles[c].size(), sections, cost, [](size_t i) { return i; }, &scratch);
-    };
-    sort_tiles(false);
-    if (by_section && scratch.sections.back() > 0) {
-      const int64_t mixed = deal_whole(tiles[c], scratch.order, costs, num_queues, &scratch.heap, nullptr);
-      sort_tiles(true);
-      // The last section may begin with tiles that are too long to even out what the ones before it leave.
-      if (deal_whole(tiles[c], scratch.order, costs, num_queues, &scratch.heap, nullptr) > mixed / 16 * 17) {
-        sort_tiles(false);
-      }
-    }
-    if (request.schedule == Schedule::kRuns && !by_section) {
-      schedule_runs(tiles[c], scratch.order, costs, num_queues, total_cost[c], &scratch.heap, &classes[c]);
-    } else {
-      int64_t largest_own = 0;
-      for (const Tile& tile : tiles[c]) largest_own = std::max(largest_own, tile_cost(c, tile, 0));
-      const int64_t quota = ceil_div(total_cost[c], num_queues) + largest_own;
-      cut_and_deal(tiles[c], scratch.order, costs, quota, num_queues, &scratch.heap, &classes[c]);
-      if (by_section) {
-        const int64_t load =
-            prefer_whole(tiles[c], costs, num_queues, shares.free_load, &scratch, &classes[c]);
-        if (shares.free_load > 0) shares.queues[0] = reading_queues(request, total_cost, shares, load);
-      }
-    }
-    if (by_section) {
-      sort_queues(tiles[c], costs, num_queues, &classes[c]);
-      if (shares.free_load == 0 && tiles[c].size() >= static_cast<size_t>(num_queues)) {
-        prefer_level(tiles[c], request, c, &scratch, &classes[c]);
-      }
-    }
+    schedule_class(request, c, tiles[c], total_cost, &shares, &scratch, &classes[c]);
     classes[c].order.resize(classes[c].pieces.size());
     std::iota(classes[c].order.begin(), classes[c].order.end(), 0);
   }

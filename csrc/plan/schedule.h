@@ -20,10 +20,11 @@ struct Piece {
 // The pieces of one class. A tile's pieces are consecutive and ascend in kv_begin.
 struct ClassPieces {
   std::vector<Piece> pieces;
-  std::vector<int32_t>
-      order;  // [pieces.size()] the order in which pieces were dealt, which is that inside a queue
+  // [pieces.size()] indices of the pieces in the order in which they were dealt, which is that inside a queue
+  std::vector<int32_t> order;
 };
 
+// Cuts the tiles of every class and deals the pieces over its queues, as request.schedule says.
 void schedule_pieces(const LayoutView& layout, const PlanRequest& request,
                      const std::vector<Tile> (&tiles)[kMaxClasses], ClassPieces (&classes)[kMaxClasses]);
 

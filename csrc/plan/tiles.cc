@@ -55,8 +55,8 @@ void check_coverage(const LayoutView& layout, const PlanRequest& request) {
     end = int64_t{layout.q_start[r]} + layout.q_len[r];
   }
   if (disjoint) return;
-  static thread_local std::vector<int32_t>
-      change;  // [num_tokens + 1] rows that begin minus rows that end here
+  // [num_tokens + 1] rows that begin less rows that end at a token
+  static thread_local std::vector<int32_t> change;
   change.assign(static_cast<size_t>(request.num_tokens) + 1, 0);
   for (int32_t r = 0; r < request.num_rows; ++r) {
     ++change[layout.q_start[r]];
