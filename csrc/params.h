@@ -1,5 +1,5 @@
-// Parameter structs that cross from the FFI handlers to the executors (CPU today). Pointers are borrowed for
-// the call; every pointer carries its shape. Nothing here knows XLA, Python or JAX.
+// Parameter structs that cross from the FFI handlers to the CPU executor and to the GPU kernels. Pointers are
+// borrowed for the call; every pointer carries its shape. Nothing here knows XLA, Python or JAX.
 #pragma once
 
 #include <cstdint>
@@ -80,8 +80,8 @@ struct AttentionParams {
   // The partial state of a slot and head is (o, max, sum): o and sum are taken relative to max, and o is not
   // divided by sum. A log-sum-exp in their place would round max + log(sum), and with it the weight of the
   // piece.
-  float*
-      partial_o;  // [slot_capacity, num_qo_heads, head_dim_vo] sum of exp(logit - max) v; without softmax w v
+  // [slot_capacity, num_qo_heads, head_dim_vo] sum of exp(logit - max) v; without softmax, of logit v
+  float* partial_o;
   float* partial_max;  // [slot_capacity, num_qo_heads] largest logit, or one that is a few units smaller
   float* partial_sum;  // [slot_capacity, num_qo_heads] sum of exp(logit - max); 0: the piece saw nothing
 
@@ -125,10 +125,15 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// How the copy engine reads the operands of one launch of attention_wgmma, fastest dimension first: Q
-// [head_dim_qk] [num_qo_heads][num_tokens]; K and V
-// [head_dim][page_size][num_kv_heads][num_pages][num_layers], or [head_dim]
-// [tokens][num_kv_heads][num_layers] when contiguous.
+// What one swizzle pattern of the copy engine spans: 128 bytes of eight rows.
+constexpr int kPanelElements = 64;  // of a row, of 16 bits
+constexpr int kPatternRows = 8;
+
+// How the copy engine reads the operands of one launch of attention_wgmma. Fastest dimension first, Q is
+// [head_dim_qk][num_qo_heads][num_tokens]; contiguous K and V [head_dim][tokens][num_kv_heads][num_layers];
+// pages, of all layers one behind the other, in groups of kPatternRows rows:
+// [kPanelElements][kPatternRows][panels][groups][num_kv_heads], or where head_dim is no whole number of
+// panels [head_dim][kPatternRows][groups][num_kv_heads].
 struct TensorMaps {
   TensorMap q;
   TensorMap k;  // k and v: not filled where pages are gathered row by row

@@ -1,7 +1,7 @@
 // From XLA buffers and attributes to the parameter structs: shapes, strides, optional operands. Platform
-// handlers (handlers_cpu.cc) add the launch. Python has checked every call with better words
-// (jaxinfer/attention.py, jaxinfer/cache.py); what is checked again here keeps a hand-made or stale program
-// from reading out of bounds.
+// handlers (handlers_cpu.cc, handlers_cuda.cc) add the launch. Python has checked every call with better
+// words (jaxinfer/attention.py, jaxinfer/cache.py); what is checked again here keeps a hand-made or stale
+// program from reading out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,14 @@ using IntBuffer = ffi::Buffer<ffi::DataType::S32>;
     return status;                                          \
   }
 
-inline ffi::Error to_dtype(ffi::DataType type, DType* dtype) {
+// "[2, 16, 64]"
+inline std::string text(ffi::AnyBuffer::Dimensions dims) {
+  std::string out = "[";
+  for (size_t i = 0; i < dims.size(); ++i) out += (i > 0 ? ", " : "") + std::to_string(dims[i]);
+  return out + "]";
+}
+
+inline ffi::Error to_dtype(const char* name, ffi::DataType type, DType* dtype) {
   switch (type) {
     case ffi::DataType::F32:
       *dtype = DType::kF32;
@@ -37,7 +44,9 @@ inline ffi::Error to_dtype(ffi::DataType type, DType* dtype) {
       *dtype = DType::kBF16;
       return ffi::Error::Success();
     default:
-      return ffi::Error::InvalidArgument("jaxinfer: dtype must be float32, float16 or bfloat16");
+      return ffi::Error::InvalidArgument(std::string("jaxinfer: ") + name + " has XLA's element type " +
+                                         std::to_string(static_cast<int>(type)) +
+                                         ", expected float32, float16 or bfloat16");
   }
 }
 
@@ -49,10 +58,12 @@ struct CacheShape {
   CacheStrides strides;
 };
 
-inline ffi::Error read_cache_shape(ffi::AnyBuffer::Dimensions dims, bool hnd, bool contiguous, bool has_layer,
-                                   CacheShape* shape) {
+inline ffi::Error read_cache_shape(const char* name, ffi::AnyBuffer::Dimensions dims, bool hnd,
+                                   bool contiguous, bool has_layer, CacheShape* shape) {
   const size_t first = has_layer ? 1 : 0;
-  JAXINFER_CHECK(dims.size() == first + (contiguous ? 3 : 4), "a cache tensor has the wrong rank");
+  const size_t rank = first + (contiguous ? 3 : 4);
+  JAXINFER_CHECK(dims.size() == rank,
+                 std::string(name) + " has shape " + text(dims) + ", expected rank " + std::to_string(rank));
   const auto* d = dims.begin() + first;
   shape->num_layers = has_layer ? dims[0] : 1;
   shape->num_pages = d[0];
@@ -67,13 +78,42 @@ inline ffi::Error read_cache_shape(ffi::AnyBuffer::Dimensions dims, bool hnd, bo
   return ffi::Error::Success();
 }
 
+// What the shapes of K and V say, to the members that all parameter structs have. They must agree but in
+// head_dim.
+template <class Params>
+ffi::Error fill_cache(const CacheShape& k, const CacheShape& v, Params* params) {
+  JAXINFER_CHECK(k.num_layers == v.num_layers && k.num_pages == v.num_pages && k.page_size == v.page_size &&
+                     k.num_kv_heads == v.num_kv_heads,
+                 "the caches of k and v have " + std::to_string(k.num_layers) + " and " +
+                     std::to_string(v.num_layers) + " layers, " + std::to_string(k.num_pages) + " and " +
+                     std::to_string(v.num_pages) + " pages of " + std::to_string(k.page_size) + " and " +
+                     std::to_string(v.page_size) + " tokens, " + std::to_string(k.num_kv_heads) + " and " +
+                     std::to_string(v.num_kv_heads) + " heads; expected the same but for head_dim");
+  params->num_kv_heads = static_cast<int32_t>(k.num_kv_heads);
+  params->head_dim_qk = static_cast<int32_t>(k.head_dim);
+  params->head_dim_vo = static_cast<int32_t>(v.head_dim);
+  params->num_layers = static_cast<int32_t>(k.num_layers);
+  params->num_pages = k.num_pages;
+  params->page_size = static_cast<int32_t>(k.page_size);
+  params->k_strides = k.strides;
+  params->v_strides = v.strides;
+  return ffi::Error::Success();
+}
+
+inline ffi::Error check_layer(bool has_layer, const IntBuffer& layer) {
+  JAXINFER_CHECK(!has_layer || layer.element_count() == 1,
+                 "layer has " + std::to_string(layer.element_count()) + " elements, expected one");
+  return ffi::Error::Success();
+}
+
 // The static facts of a plan as they travel in attributes: per class (tile, packed, num_queues, num_ctas,
 // item_capacity).
 inline ffi::Error read_plan_format(ffi::Span<const int32_t> classes, int32_t merge_capacity,
                                    int32_t slot_capacity, PlanFormat* format) {
   constexpr size_t kFields = 5;
   JAXINFER_CHECK(classes.size() == kFields || classes.size() == kFields * kMaxClasses,
-                 "malformed plan classes");
+                 "plan_classes has " + std::to_string(classes.size()) + " numbers, expected " +
+                     std::to_string(kFields) + " for each of one or two classes");
   *format = PlanFormat{};
   format->num_classes = static_cast<int32_t>(classes.size() / kFields);
   for (int32_t c = 0; c < format->num_classes; ++c) {
@@ -157,23 +197,24 @@ auto bind_attention(Binding binding) {
 inline ffi::Error make_params(AttentionCall& call, AttentionParams* params) {
   const AttentionAttributes& attributes = call.attributes;
   *params = AttentionParams{};
-  JAXINFER_RETURN_IF_ERROR(to_dtype(call.q.element_type(), &params->dtype));
+  JAXINFER_RETURN_IF_ERROR(to_dtype("q", call.q.element_type(), &params->dtype));
   JAXINFER_CHECK(call.k.element_type() == call.q.element_type() &&
                      call.v.element_type() == call.q.element_type() &&
                      call.o->element_type() == call.q.element_type(),
                  "q, k, v and o must share one dtype");
   CacheShape k_shape, v_shape;
-  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.k.dimensions(), attributes.hnd, attributes.contiguous,
+  JAXINFER_RETURN_IF_ERROR(read_cache_shape("k", call.k.dimensions(), attributes.hnd, attributes.contiguous,
                                             attributes.has_layer, &k_shape));
-  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.v.dimensions(), attributes.hnd, attributes.contiguous,
+  JAXINFER_RETURN_IF_ERROR(read_cache_shape("v", call.v.dimensions(), attributes.hnd, attributes.contiguous,
                                             attributes.has_layer, &v_shape));
+  JAXINFER_RETURN_IF_ERROR(fill_cache(k_shape, v_shape, params));
   const auto q_dims = call.q.dimensions();
-  JAXINFER_CHECK(q_dims.size() == 3, "q must be [num_tokens, num_qo_heads, head_dim]");
-  JAXINFER_CHECK(k_shape.num_layers == v_shape.num_layers && k_shape.num_pages == v_shape.num_pages &&
-                     k_shape.page_size == v_shape.page_size && k_shape.num_kv_heads == v_shape.num_kv_heads,
-                 "k and v differ in more than head_dim");
-  JAXINFER_CHECK(q_dims[2] == k_shape.head_dim, "q and k differ in head_dim");
-  JAXINFER_CHECK(k_shape.num_kv_heads > 0 && q_dims[1] % k_shape.num_kv_heads == 0, "heads do not divide");
+  JAXINFER_CHECK(q_dims.size() == 3 && q_dims[2] == k_shape.head_dim,
+                 "q has shape " + text(q_dims) + ", expected [num_tokens, num_qo_heads, k's head_dim " +
+                     std::to_string(k_shape.head_dim) + "]");
+  JAXINFER_CHECK(k_shape.num_kv_heads > 0 && q_dims[1] % k_shape.num_kv_heads == 0,
+                 "q has " + std::to_string(q_dims[1]) + " heads, expected a multiple of k's " +
+                     std::to_string(k_shape.num_kv_heads));
 
   JAXINFER_RETURN_IF_ERROR(read_plan_format(attributes.plan_classes, attributes.merge_capacity,
                                             attributes.slot_capacity, &params->format));
@@ -183,18 +224,26 @@ inline ffi::Error make_params(AttentionCall& call, AttentionParams* params) {
   const int64_t state_size = q_dims[1] * (v_shape.head_dim + 2);
   JAXINFER_CHECK(static_cast<int64_t>(call.workspace->element_count()) >=
                      int64_t{params->format.slot_capacity} * state_size,
-                 "the workspace is smaller than the plan's partial states");
+                 "the workspace has " + std::to_string(call.workspace->element_count()) +
+                     " floats, the plan's partial states need " +
+                     std::to_string(int64_t{params->format.slot_capacity} * state_size));
   JAXINFER_CHECK(static_cast<int64_t>(call.q_pos.element_count()) == q_dims[0],
-                 "q_pos and q differ in num_tokens");
+                 "q_pos has " + std::to_string(call.q_pos.element_count()) +
+                     " elements, expected q's num_tokens " + std::to_string(q_dims[0]));
   JAXINFER_CHECK(
       !attributes.has_block_pos || call.block_pos.element_count() == call.kv_indices.element_count(),
-      "block_pos and kv_indices differ in length");
-  JAXINFER_CHECK(!attributes.has_layer || call.layer.element_count() == 1, "layer must have one element");
+      "block_pos has " + std::to_string(call.block_pos.element_count()) +
+          " elements, expected as many as kv_indices: " + std::to_string(call.kv_indices.element_count()));
+  JAXINFER_RETURN_IF_ERROR(check_layer(attributes.has_layer, call.layer));
   const size_t rows = call.kv_offset.element_count();
   const bool masked = (attributes.rules & kRuleMask) != 0;
   JAXINFER_CHECK(!masked || (call.q_start.element_count() == rows && call.kv_len.element_count() == rows &&
                              call.mask_indptr.element_count() == rows + 1),
-                 "q_start, kv_len, mask_indptr and kv_offset differ in rows");
+                 "q_start, kv_len and mask_indptr have " + std::to_string(call.q_start.element_count()) +
+                     ", " + std::to_string(call.kv_len.element_count()) + " and " +
+                     std::to_string(call.mask_indptr.element_count()) +
+                     " elements, expected kv_offset's rows " + std::to_string(rows) +
+                     ", and one more of mask_indptr");
 
   params->q = call.q.untyped_data();
   params->k = call.k.untyped_data();
@@ -212,18 +261,10 @@ inline ffi::Error make_params(AttentionCall& call, AttentionParams* params) {
   params->partial_max = params->partial_o + slot_heads * v_shape.head_dim;
   params->partial_sum = params->partial_max + slot_heads;
   params->num_tokens = static_cast<int32_t>(q_dims[0]);
-  params->num_rows = static_cast<int32_t>(call.kv_offset.element_count());
+  params->num_rows = static_cast<int32_t>(rows);
   params->num_qo_heads = static_cast<int32_t>(q_dims[1]);
-  params->num_kv_heads = static_cast<int32_t>(k_shape.num_kv_heads);
-  params->head_dim_qk = static_cast<int32_t>(k_shape.head_dim);
-  params->head_dim_vo = static_cast<int32_t>(v_shape.head_dim);
-  params->num_layers = static_cast<int32_t>(k_shape.num_layers);
-  params->num_pages = k_shape.num_pages;
-  params->page_size = static_cast<int32_t>(k_shape.page_size);
   params->kv_indices_capacity =
       attributes.contiguous ? 0 : static_cast<int64_t>(call.kv_indices.element_count());
-  params->k_strides = k_shape.strides;
-  params->v_strides = v_shape.strides;
   params->variant =
       VariantParams{.rules = static_cast<uint32_t>(attributes.rules),
                     .sm_scale = attributes.sm_scale,
@@ -269,20 +310,26 @@ inline ffi::Error make_params(AppendCall& call, AppendParams* params) {
   const bool has_layer = call.has_layer;
   *params = AppendParams{};
   DType dtype = DType::kF32;
-  JAXINFER_RETURN_IF_ERROR(to_dtype(call.k.element_type(), &dtype));
+  JAXINFER_RETURN_IF_ERROR(to_dtype("k", call.k.element_type(), &dtype));
   CacheShape k_shape, v_shape;
-  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.k_pages->dimensions(), hnd, false, has_layer, &k_shape));
-  JAXINFER_RETURN_IF_ERROR(read_cache_shape(call.v_pages->dimensions(), hnd, false, has_layer, &v_shape));
+  JAXINFER_RETURN_IF_ERROR(
+      read_cache_shape("k_pages", call.k_pages->dimensions(), hnd, false, has_layer, &k_shape));
+  JAXINFER_RETURN_IF_ERROR(
+      read_cache_shape("v_pages", call.v_pages->dimensions(), hnd, false, has_layer, &v_shape));
+  JAXINFER_RETURN_IF_ERROR(fill_cache(k_shape, v_shape, params));
   const auto k_dims = call.k.dimensions();
   JAXINFER_CHECK(k_dims.size() == 3 && k_dims[1] == k_shape.num_kv_heads && k_dims[2] == k_shape.head_dim,
-                 "k must be [num_tokens, num_kv_heads, head_dim] of the pool");
+                 "k has shape " + text(k_dims) + ", expected [num_tokens, " +
+                     std::to_string(k_shape.num_kv_heads) + ", " + std::to_string(k_shape.head_dim) + "]");
   const auto v_dims = call.v.dimensions();
   JAXINFER_CHECK(v_dims.size() == 3 && v_dims[0] == k_dims[0] && v_dims[1] == v_shape.num_kv_heads &&
                      v_dims[2] == v_shape.head_dim,
-                 "v must be [num_tokens, num_kv_heads, head_dim] of the pool");
+                 "v has shape " + text(v_dims) + ", expected [" + std::to_string(k_dims[0]) + ", " +
+                     std::to_string(v_shape.num_kv_heads) + ", " + std::to_string(v_shape.head_dim) + "]");
   JAXINFER_CHECK(static_cast<int64_t>(call.slots.element_count()) == k_dims[0],
-                 "slots and k differ in num_tokens");
-  JAXINFER_CHECK(!has_layer || call.layer.element_count() == 1, "layer must have one element");
+                 "slots has " + std::to_string(call.slots.element_count()) +
+                     " elements, expected k's num_tokens " + std::to_string(k_dims[0]));
+  JAXINFER_RETURN_IF_ERROR(check_layer(has_layer, call.layer));
 
   params->k_pages = call.k_pages->untyped_data();
   params->v_pages = call.v_pages->untyped_data();
@@ -292,14 +339,6 @@ inline ffi::Error make_params(AppendCall& call, AppendParams* params) {
   params->layer = has_layer ? call.layer.typed_data() : nullptr;
   params->element_size = dtype == DType::kF32 ? 4 : 2;
   params->num_tokens = static_cast<int32_t>(k_dims[0]);
-  params->num_kv_heads = static_cast<int32_t>(k_shape.num_kv_heads);
-  params->head_dim_qk = static_cast<int32_t>(k_shape.head_dim);
-  params->head_dim_vo = static_cast<int32_t>(v_shape.head_dim);
-  params->num_layers = static_cast<int32_t>(k_shape.num_layers);
-  params->num_pages = k_shape.num_pages;
-  params->page_size = static_cast<int32_t>(k_shape.page_size);
-  params->k_strides = k_shape.strides;
-  params->v_strides = v_shape.strides;
   params->set_dividers();
   return ffi::Error::Success();
 }

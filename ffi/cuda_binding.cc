@@ -16,7 +16,7 @@ namespace jaxinfer {
 namespace {
 
 // Calls the Python loader. Threads of XLA call this without the GIL and without any lock of ours.
-cuda::CompiledKernel call_loader(nb::handle loader, const std::string& spec, const std::string& arch,
+cuda::CompiledKernel call_loader(nb::handle loader, const std::string& spec, const std::string& capability,
                                  std::string* error) {
   cuda::CompiledKernel kernel{};
   if (!Py_IsInitialized()) {
@@ -25,7 +25,7 @@ cuda::CompiledKernel call_loader(nb::handle loader, const std::string& spec, con
   }
   const nb::gil_scoped_acquire gil;
   try {
-    const auto result = nb::cast<nb::tuple>(loader(spec, arch));
+    const auto result = nb::cast<nb::tuple>(loader(spec, capability));
     const auto cubin = nb::cast<nb::bytes>(result[0]);
     kernel.cubin.assign(cubin.c_str(), cubin.size());
     kernel.entry = nb::cast<std::string>(result[1]);
@@ -52,19 +52,17 @@ nb::dict driver_info() {
   for (int i = 0; i < count; ++i) {
     nb::dict device;
     char name[256] = "";
-    int major = 0, minor = 0, multiprocessors = 0;
+    int multiprocessors = 0;
     cuda::Device handle;
     if (driver.api.device_get(&handle, i) != cuda::kSuccess) continue;
     driver.api.device_get_name(name, sizeof(name), handle);
-    driver.api.device_get_attribute(&major, cuda::kComputeCapabilityMajor, handle);
-    driver.api.device_get_attribute(&minor, cuda::kComputeCapabilityMinor, handle);
     driver.api.device_get_attribute(&multiprocessors, cuda::kMultiprocessorCount, handle);
     device["name"] = std::string(name);
-    device["compute_capability"] = std::to_string(major) + "." + std::to_string(minor);
+    device["compute_capability"] = cuda::compute_capability(handle);
     device["multiprocessors"] = multiprocessors;
     devices.append(device);
   }
-  info["version"] = std::to_string(driver.version / 1000) + "." + std::to_string(driver.version % 1000 / 10);
+  info["version"] = cuda::version_text(driver.version);
   info["error"] = driver.error;
   info["devices"] = devices;
   return info;
@@ -79,14 +77,14 @@ void bind_cuda(nb::module_& m) {
         // Kept for the life of the process: releasing it would need the GIL of an interpreter that may be
         // gone.
         const nb::handle kept = loader.release();
-        cuda::set_loader([kept](const std::string& spec, const std::string& arch, std::string* error) {
-          return call_loader(kept, spec, arch, error);
+        cuda::set_loader([kept](const std::string& spec, const std::string& capability, std::string* error) {
+          return call_loader(kept, spec, capability, error);
         });
       },
       nb::arg("loader"),
-      "loader(spec_json, arch) -> (cubin, kernel name, threads per CTA, bytes of shared memory, whether its "
-      "last "
-      "parameter is tensor maps, KV rows of one copy by them).");
+      "loader(spec_json, compute_capability) -> (cubin, kernel name, threads per CTA, bytes of shared "
+      "memory, "
+      "whether its last parameter is tensor maps, KV rows of one copy by them).");
   m.def(
       "kernel_sources",
       [] {

@@ -38,8 +38,13 @@ class Loader {
   std::string missing_;
 };
 
-std::string version_text(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+std::string describe_with(const Api& api, Result result, const char* call) {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (api.get_error_name != nullptr) api.get_error_name(result, &name);
+  if (api.get_error_string != nullptr) api.get_error_string(result, &text);
+  return std::string(call) + " failed: " + (name != nullptr ? name : std::to_string(result).c_str()) + ": " +
+         (text != nullptr ? text : "unknown error");
 }
 
 std::string open(Driver* driver) {
@@ -82,12 +87,7 @@ std::string open(Driver* driver) {
     return "the NVIDIA driver (CUDA " + version_text(driver->version) + ") lacks " + loader.missing();
   }
   if (const Result result = api.init(0); result != kSuccess) {
-    const char* name = nullptr;
-    const char* text = nullptr;
-    api.get_error_name(result, &name);
-    api.get_error_string(result, &text);
-    return std::string("the NVIDIA driver does not start: cuInit failed: ") + (name != nullptr ? name : "?") +
-           ": " + (text != nullptr ? text : "unknown error");
+    return "the NVIDIA driver does not start: " + describe_with(api, result, "cuInit");
   }
   return "";
 }
@@ -104,15 +104,18 @@ const Driver& driver() {
 }
 
 std::string describe(Result result, const char* call) {
-  if (result == kSuccess) return "";
-  const char* name = nullptr;
-  const char* text = nullptr;
-  if (driver().ok()) {
-    driver().api.get_error_name(result, &name);
-    driver().api.get_error_string(result, &text);
-  }
-  return std::string(call) + " failed: " + (name != nullptr ? name : std::to_string(result).c_str()) + ": " +
-         (text != nullptr ? text : "unknown error");
+  return result == kSuccess ? "" : describe_with(driver().api, result, call);
+}
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+std::string compute_capability(Device device) {
+  int major = 0, minor = 0;
+  driver().api.device_get_attribute(&major, kComputeCapabilityMajor, device);
+  driver().api.device_get_attribute(&minor, kComputeCapabilityMinor, device);
+  return std::to_string(major) + "." + std::to_string(minor);
 }
 
 ScopedContext::ScopedContext(Context context) {

@@ -100,6 +100,12 @@ const Driver& driver();
 // "" for success, else "<call> failed: CUDA_ERROR_X: description".
 std::string describe(Result result, const char* call);
 
+// "12.4" of 12040, as cuDriverGetVersion counts.
+std::string version_text(int version);
+
+// "9.0".
+std::string compute_capability(Device device);
+
 // Makes the device's primary context (which XLA uses too) current for a scope.
 class ScopedContext {
  public:

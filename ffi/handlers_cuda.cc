@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "handlers.h"
+#include "integers.h"
 #include "kernels.h"
 #include "tensor_maps.h"
 
@@ -21,10 +22,6 @@ static_assert(std::is_trivially_copyable_v<AppendParams> && sizeof(AppendParams)
 
 constexpr int64_t kCtasPerMultiprocessor = 8;  // of a grid-stride kernel; more would only queue
 constexpr size_t kMaxOperandBytes = 1024;      // of a user's variant; a kernel parameter like the structs
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Grid of a kernel that strides over `work` CTAs' worth of items.
 int64_t stride_grid(const cuda::Kernel& kernel, int64_t work) {
@@ -106,7 +103,7 @@ ffi::Error attention(int32_t device, cuda::Stream stream, std::string_view kerne
   }
   if (merges) {
     const cuda::Kernel& merge = loaded->back();
-    // One warp for every 128 columns of a row.
+    // One warp for every 128 columns of a row: MergePiece of merge.cuh.
     const int64_t warps =
         int64_t{format.merge_capacity} * params.num_qo_heads * ceil_div(params.head_dim_vo, 128);
     void* arguments[] = {&params, packed};

@@ -45,16 +45,12 @@ DeviceInfo read_device(int32_t ordinal) {
   info.error = describe(api.device_get(&info.device, ordinal), "cuDeviceGet");
   if (!info.error.empty()) return info;
   char name[256] = "";
-  int major = 0, minor = 0;
   api.device_get_name(name, sizeof(name), info.device);
-  api.device_get_attribute(&major, kComputeCapabilityMajor, info.device);
-  api.device_get_attribute(&minor, kComputeCapabilityMinor, info.device);
   api.device_get_attribute(&info.num_multiprocessors, kMultiprocessorCount, info.device);
   api.device_get_attribute(&info.max_smem_bytes, kMaxSharedMemoryPerBlockOptin, info.device);
   info.name = name;
-  info.arch = "sm_" + std::to_string(major * 10 + minor);
-  if (info.arch == "sm_90") info.arch += "a";  // for the instructions that exist on this generation alone
-  info.can_start_early = can_start_early(major);
+  info.capability = compute_capability(info.device);
+  info.can_start_early = can_start_early(std::stoi(info.capability));
   info.error = describe(api.primary_ctx_retain(&info.context, info.device), "cuDevicePrimaryCtxRetain");
   return info;
 }
@@ -78,7 +74,8 @@ std::string load(const DeviceInfo& device, const CompiledKernel& compiled, Kerne
                    compiled.kv_box_rows};
   if (auto error = describe(api.module_load_data(module, compiled.cubin.data()), "cuModuleLoadData");
       !error.empty()) {
-    return error + " (kernel " + compiled.entry + " for " + device.arch + " on " + device.name + ")";
+    return error + " (kernel " + compiled.entry + " on " + device.name + " of capability " +
+           device.capability + ")";
   }
   if (auto error = describe(api.module_get_function(&kernel->function, *module, compiled.entry.c_str()),
                             "cuModuleGetFunction");
@@ -112,7 +109,7 @@ std::string load_kernel(int32_t ordinal, const std::string& spec, Kernel* kernel
   if (!loader)
     return "no compiler is registered: `import jaxinfer` in this process before running the program";
   std::string error;
-  const CompiledKernel compiled = loader(spec, device.arch, &error);
+  const CompiledKernel compiled = loader(spec, device.capability, &error);
   if (!error.empty()) return error;
   Module module = nullptr;
   error = load(device, compiled, kernel, &module);

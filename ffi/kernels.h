@@ -22,10 +22,10 @@ struct CompiledKernel {
   int32_t kv_box_rows;  // KV rows of one copy by them; 0: K and V have no maps
 };
 
-// Compiles `spec` for `arch` ("sm_90a"); on failure fills `error` and returns what it likes. Called without
-// any lock held and from any thread.
+// Compiles `spec` for devices of a compute capability ("9.0"); on failure fills `error` and returns what it
+// likes. Called without any lock held and from any thread.
 using Loader =
-    std::function<CompiledKernel(const std::string& spec, const std::string& arch, std::string* error)>;
+    std::function<CompiledKernel(const std::string& spec, const std::string& capability, std::string* error)>;
 void set_loader(Loader loader);
 
 // A kernel that is ready to be launched on its device.
@@ -54,7 +54,7 @@ struct DeviceInfo {
   Device device;
   Context context;  // the primary one
   std::string name;
-  std::string arch;
+  std::string capability;  // "9.0"
   int32_t num_multiprocessors;
   int32_t max_smem_bytes;  // per CTA
   bool can_start_early;

@@ -26,74 +26,11 @@ using ClassTuple = std::tuple<int32_t, bool, int32_t, int32_t>;  // tile, packed
 using CostTuple =
     std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;  // fixed, alpha, beta, floor, weight
 
-void require(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(std::string("Planner: ") + what);
-}
-
-PlanRequest make_request(const std::vector<ClassTuple>& classes, int32_t num_tokens, int32_t num_rows,
-                         int32_t num_layouts, int64_t kv_capacity, int32_t page_size, bool contiguous,
-                         int32_t num_qo_heads, int32_t num_kv_heads, int32_t head_dim_qk, int32_t head_dim_vo,
-                         int32_t element_size, bool causal, std::optional<int32_t> window_left,
-                         std::optional<int32_t> window_right, bool runs, bool side_by_side,
-                         bool batch_invariant, int32_t split_tokens,
-                         const std::optional<std::vector<CostTuple>>& costs) {
-  require(num_tokens >= 0 && num_rows >= 0 && num_layouts >= 1 && kv_capacity >= 0 && page_size >= 1,
-          "negative or missing sizes");
-  require(num_kv_heads >= 1 && num_qo_heads >= 1 && num_qo_heads % num_kv_heads == 0, "heads do not divide");
-  require(split_tokens >= 16 && split_tokens % 16 == 0, "split_tokens must be a positive multiple of 16");
-  require(!batch_invariant || num_layouts == 1, "batch_invariant needs a layout of one level");
-  require(classes.size() >= 1 && classes.size() <= kMaxClasses, "one or two classes");
-  require(!costs || costs->size() == classes.size(), "one set of costs per class");
-  PlanRequest request{};
-  request.num_tokens = num_tokens;
-  request.num_rows = num_rows;
-  request.num_layouts = num_layouts;
-  request.kv_capacity = kv_capacity;
-  request.page_size = page_size;
-  request.contiguous = contiguous;
-  request.num_qo_heads = num_qo_heads;
-  request.num_kv_heads = num_kv_heads;
-  request.head_dim_qk = head_dim_qk;
-  request.head_dim_vo = head_dim_vo;
-  request.element_size = element_size;
-  request.schedule = runs ? Schedule::kRuns : Schedule::kLpt;
-  request.side_by_side = side_by_side;
-  request.batch_invariant = batch_invariant;
-  request.split_tokens = split_tokens;
-  request.clip.causal = causal;
-  request.clip.window_left = window_left;
-  request.clip.window_right = window_right;
-  request.format.num_classes = static_cast<int32_t>(classes.size());
-  for (int32_t c = 0; c < request.format.num_classes; ++c) {
-    ClassFormat& cls = request.format.classes[c];
-    const auto [tile, packed, num_queues, num_ctas] = classes[c];
-    cls = ClassFormat{};
-    cls.tile = tile;
-    cls.packed = packed ? 1 : 0;
-    cls.num_queues = num_queues;
-    cls.num_ctas = num_ctas;
-    require(num_queues >= 1 && num_queues < 1 << 16 && num_ctas >= 1,
-            "num_queues in [1, 65535], num_ctas at least 1");
-    require(request.tokens_per_tile(c) >= 1, "a tile must hold one token");
-    require(c == 0 || request.tokens_per_tile(c) > request.tokens_per_tile(c - 1),
-            "classes by ascending tokens");
-    request.costs[c] = default_costs(request.schedule, cls, request.group_size());
-    if (costs) {
-      const auto [fixed, alpha, beta, floor, weight] = (*costs)[c];
-      Costs& given = request.costs[c];
-      given.fixed = fixed;
-      given.alpha = alpha;
-      given.beta = beta;
-      given.block = 1;  // given costs are exact
-      given.floor = floor;
-      given.weight = weight;
-      require(fixed >= 0 && alpha >= 0 && beta >= 1 && weight >= 1,
-              "costs: fixed, alpha >= 0, beta, weight >= 1");
-      require(floor >= 32 && floor % 16 == 0, "costs: floor must be a multiple of 16, at least 32");
-    }
-  }
-  fill_capacities(&request);
-  return request;
+// Python has checked its arguments with better words (jaxinfer/plan.py); these guard the planner's bounds.
+void require(bool ok, const char* name, int64_t got, const char* expected) {
+  if (ok) return;
+  throw std::invalid_argument(std::string("Planner: ") + name + " is " + std::to_string(got) + ", expected " +
+                              expected);
 }
 
 // The static facts of a plan; called once per step with the arrays of the layout.
@@ -140,6 +77,83 @@ class Planner {
   PlanRequest request_;
 };
 
+// Planner's constructor.
+void make_planner(Planner* self, const std::vector<ClassTuple>& classes, int32_t num_tokens, int32_t num_rows,
+                  int32_t num_layouts, int64_t kv_capacity, int32_t page_size, bool contiguous,
+                  int32_t num_qo_heads, int32_t num_kv_heads, int32_t head_dim_qk, int32_t head_dim_vo,
+                  int32_t element_size, bool causal, std::optional<int32_t> window_left,
+                  std::optional<int32_t> window_right, bool runs, bool side_by_side, bool batch_invariant,
+                  int32_t split_tokens, const std::optional<std::vector<CostTuple>>& costs) {
+  require(num_tokens >= 0, "num_tokens", num_tokens, "at least 0");
+  require(num_rows >= 0, "num_rows", num_rows, "at least 0");
+  require(num_layouts >= 1, "num_layouts", num_layouts, "at least 1");
+  require(!batch_invariant || num_layouts == 1, "num_layouts", num_layouts, "1 with batch_invariant");
+  require(kv_capacity >= 0, "kv_capacity", kv_capacity, "at least 0");
+  require(page_size >= 1, "page_size", page_size, "at least 1");
+  require(num_kv_heads >= 1, "num_kv_heads", num_kv_heads, "at least 1");
+  require(num_qo_heads >= 1 && num_qo_heads % num_kv_heads == 0, "num_qo_heads", num_qo_heads,
+          "a positive multiple of num_kv_heads");
+  require(split_tokens >= 16 && split_tokens % 16 == 0, "split_tokens", split_tokens,
+          "a positive multiple of 16");
+  const auto num_classes = static_cast<int64_t>(classes.size());
+  require(num_classes >= 1 && num_classes <= kMaxClasses, "the number of classes", num_classes, "1 or 2");
+  require(!costs || costs->size() == classes.size(), "the number of costs",
+          costs ? static_cast<int64_t>(costs->size()) : 0, "one set for each class");
+  PlanRequest request{};
+  request.num_tokens = num_tokens;
+  request.num_rows = num_rows;
+  request.num_layouts = num_layouts;
+  request.kv_capacity = kv_capacity;
+  request.page_size = page_size;
+  request.contiguous = contiguous;
+  request.num_qo_heads = num_qo_heads;
+  request.num_kv_heads = num_kv_heads;
+  request.head_dim_qk = head_dim_qk;
+  request.head_dim_vo = head_dim_vo;
+  request.element_size = element_size;
+  request.schedule = runs ? Schedule::kRuns : Schedule::kLpt;
+  request.side_by_side = side_by_side;
+  request.batch_invariant = batch_invariant;
+  request.split_tokens = split_tokens;
+  request.clip.causal = causal;
+  request.clip.window_left = window_left;
+  request.clip.window_right = window_right;
+  request.format.num_classes = static_cast<int32_t>(num_classes);
+  for (int32_t c = 0; c < request.format.num_classes; ++c) {
+    ClassFormat& cls = request.format.classes[c];
+    const auto [tile, packed, num_queues, num_ctas] = classes[c];
+    cls = ClassFormat{};
+    cls.tile = tile;
+    cls.packed = packed ? 1 : 0;
+    cls.num_queues = num_queues;
+    cls.num_ctas = num_ctas;
+    require(num_queues >= 1 && num_queues < 1 << 16, "num_queues", num_queues, "in [1, 65535]");
+    require(num_ctas >= 1, "num_ctas", num_ctas, "at least 1");
+    const int32_t tile_tokens = request.tokens_per_tile(c);
+    require(tile_tokens >= 1, "the number of tokens in a tile", tile_tokens, "at least 1");
+    require(c == 0 || tile_tokens > request.tokens_per_tile(c - 1), "the number of tokens in a tile",
+            tile_tokens, "more than in the class before");
+    request.costs[c] = default_costs(request.schedule, cls, request.group_size());
+    if (costs) {
+      const auto [fixed, alpha, beta, floor, weight] = (*costs)[c];
+      Costs& given = request.costs[c];
+      given.fixed = fixed;
+      given.alpha = alpha;
+      given.beta = beta;
+      given.block = 1;  // given costs are exact
+      given.floor = floor;
+      given.weight = weight;
+      require(fixed >= 0, "costs: fixed", fixed, "at least 0");
+      require(alpha >= 0, "costs: alpha", alpha, "at least 0");
+      require(beta >= 1, "costs: beta", beta, "at least 1");
+      require(weight >= 1, "costs: weight", weight, "at least 1");
+      require(floor >= 32 && floor % 16 == 0, "costs: floor", floor, "a multiple of 16, at least 32");
+    }
+  }
+  fill_capacities(&request);
+  new (self) Planner(request);
+}
+
 }  // namespace
 
 void bind_plan(nb::module_& m) {
@@ -148,25 +162,12 @@ void bind_plan(nb::module_& m) {
   m.def("choose_num_queues", &choose_num_queues, nb::arg("num_ctas"), nb::arg("heads"),
         "Smallest number of queues whose workers leave at most 2% of the CTAs of their last round idle.");
   nb::class_<Planner>(m, "Planner", "A plan's static facts with capacities; called with a layout's arrays.")
-      .def(
-          "__init__",
-          [](Planner* self, const std::vector<ClassTuple>& classes, int32_t num_tokens, int32_t num_rows,
-             int32_t num_layouts, int64_t kv_capacity, int32_t page_size, bool contiguous,
-             int32_t num_qo_heads, int32_t num_kv_heads, int32_t head_dim_qk, int32_t head_dim_vo,
-             int32_t element_size, bool causal, std::optional<int32_t> window_left,
-             std::optional<int32_t> window_right, bool runs, bool side_by_side, bool batch_invariant,
-             int32_t split_tokens, const std::optional<std::vector<CostTuple>>& costs) {
-            new (self) Planner(make_request(classes, num_tokens, num_rows, num_layouts, kv_capacity,
-                                            page_size, contiguous, num_qo_heads, num_kv_heads, head_dim_qk,
-                                            head_dim_vo, element_size, causal, window_left, window_right,
-                                            runs, side_by_side, batch_invariant, split_tokens, costs));
-          },
-          nb::kw_only(), nb::arg("classes"), nb::arg("num_tokens"), nb::arg("num_rows"),
-          nb::arg("num_layouts"), nb::arg("kv_capacity"), nb::arg("page_size"), nb::arg("contiguous"),
-          nb::arg("num_qo_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim_qk"), nb::arg("head_dim_vo"),
-          nb::arg("element_size"), nb::arg("causal"), nb::arg("window_left").none(),
-          nb::arg("window_right").none(), nb::arg("runs"), nb::arg("side_by_side"),
-          nb::arg("batch_invariant"), nb::arg("split_tokens"), nb::arg("costs") = nb::none())
+      .def("__init__", &make_planner, nb::kw_only(), nb::arg("classes"), nb::arg("num_tokens"),
+           nb::arg("num_rows"), nb::arg("num_layouts"), nb::arg("kv_capacity"), nb::arg("page_size"),
+           nb::arg("contiguous"), nb::arg("num_qo_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim_qk"),
+           nb::arg("head_dim_vo"), nb::arg("element_size"), nb::arg("causal"), nb::arg("window_left").none(),
+           nb::arg("window_right").none(), nb::arg("runs"), nb::arg("side_by_side"),
+           nb::arg("batch_invariant"), nb::arg("split_tokens"), nb::arg("costs") = nb::none())
       .def("__call__", &Planner::plan, nb::arg("q_start").noconvert(), nb::arg("q_len").noconvert(),
            nb::arg("kv_start").noconvert(), nb::arg("kv_indices").noconvert(), nb::arg("kv_len").noconvert(),
            nb::arg("kv_offset").noconvert(), nb::arg("q_pos").noconvert(), nb::arg("block_pos").none(),

@@ -9,9 +9,7 @@ namespace jaxinfer::cuda {
 
 namespace {
 
-constexpr uint32_t kBoxElements = 64;   // of a row: 128 bytes, what one swizzle pattern spans
 constexpr uint32_t kConsumerRows = 64;  // query rows of a warpgroup
-constexpr uint32_t kPatternRows = 8;    // rows of a swizzle pattern
 constexpr uint64_t kElementBytes = 2;
 
 static_assert(sizeof(TensorMap) == 128, "the size of a CUtensorMap");
@@ -28,7 +26,7 @@ std::string encode(const AttentionParams& params, const void* address, int64_t h
                    const Dimension (&more)[kCount], TensorMapPromotion promotion, TensorMap* map) {
   uint64_t sizes[kCount + 1] = {static_cast<uint64_t>(head_dim)};
   uint64_t strides[kCount];  // bytes
-  uint32_t box[kCount + 1] = {kBoxElements};
+  uint32_t box[kCount + 1] = {kPanelElements};
   uint32_t ones[kCount + 1] = {1};
   for (size_t i = 0; i < kCount; ++i) {
     // An empty cache is never read, but its map must be a valid one; nor is the stride of a missing axis.
@@ -62,11 +60,11 @@ std::string encode_cache(const AttentionParams& params, const void* address, int
   const Dimension rows = {kPatternRows, strides.token, kPatternRows};
   const Dimension heads = {params.num_kv_heads, strides.head, 1};
   // Of scattered pages 256 bytes at a time bring what nobody asked for.
-  if (head_dim % kBoxElements == 0) {
-    const uint32_t panels = static_cast<uint32_t>(head_dim) / kBoxElements;
+  if (head_dim % kPanelElements == 0) {
+    const uint32_t panels = static_cast<uint32_t>(head_dim / kPanelElements);
     const Dimension more[] = {
-        rows, {panels, kBoxElements, panels}, {groups, group, box_rows / kPatternRows}, heads};
-    return encode(params, address, kBoxElements, more, kMapPromote128, map);
+        rows, {panels, kPanelElements, panels}, {groups, group, box_rows / kPatternRows}, heads};
+    return encode(params, address, kPanelElements, more, kMapPromote128, map);
   }
   // Zeros behind a row's end are made by the first dimension, so that its panels come by themselves.
   const Dimension more[] = {rows, {groups, group, 1}, heads};

@@ -26,6 +26,7 @@ except ImportError as error:
         "in which it was not installed. Run `python -m pip install -e .` there, or import jaxinfer from elsewhere."
     ) from error
 
+from .jit.arch import arch_of
 from .jit.registry import load
 from .jit.select import append_kernels, attention_kernels
 from .jit.spec import RULES, FunctorSource
@@ -71,7 +72,7 @@ def _register_targets() -> dict[str, frozenset[str]]:
             jax.ffi.register_ffi_target(name, capsule, platform=platform)
         targets[platform.lower()] = frozenset(handlers)  # XLA says "CUDA" where JAX says "cuda"
     # GPU handlers compile what they find in a program's `kernels` attribute, wherever the program came from.
-    _native.set_kernel_loader(load)
+    _native.set_kernel_loader(lambda spec, capability: load(spec, arch_of(capability)))
     return targets
 
 

@@ -7,9 +7,7 @@
 namespace jaxinfer {
 
 constexpr int kWarpgroupThreads = 128;
-constexpr int kPanelBytes = 128;    // one row of a panel: 64 elements, what one swizzle pattern spans
-constexpr int kPanelElements = 64;  // of 16 bits
-constexpr int kPatternRows = 8;
+constexpr int kPanelBytes = 2 * kPanelElements;  // one row of a panel, what one swizzle pattern spans
 constexpr int kPatternBytes = kPatternRows * kPanelBytes;
 
 // ---- transaction barriers (mbarrier) ----
