@@ -21,8 +21,8 @@ template <class Config>
 struct SimtSharedMemory {
   static constexpr int kQuery = 0;  // float [kSimtMaxRows, kHeadDimQk]
   static constexpr int kRing = kQuery + kSimtMaxRows * Config::kHeadDimQk * 4;
-  static constexpr int kMerge =
-      kRing + RingShape<Config>::kBytes;  // float [kStreams, kSimtMaxRows, kHeadDimVo]
+  // float [kStreams, kSimtMaxRows, kHeadDimVo]
+  static constexpr int kMerge = kRing + RingShape<Config>::kBytes;
   static constexpr int kMergeState = kMerge + Config::kStreams * kSimtMaxRows * Config::kHeadDimVo * 4;
   static constexpr int kPosition = kMergeState + Config::kStreams * kSimtMaxRows * 8;
   static constexpr int kWarpStates = kPosition + RingShape<Config>::kPositionBytes;
@@ -38,11 +38,10 @@ class SimtAttention {
   static constexpr int kPerChunk = Type::kPerChunk;
   static constexpr int kChunksQk = RingShape<Config>::kChunksQk;
   static constexpr int kChunksVo = RingShape<Config>::kChunksVo;
-  static constexpr int kLanesPerRow = kChunksVo > 16  ? 32
-                                      : kChunksVo > 8 ? 16
-                                                      : 8;  // that share one row of V
-  static constexpr int kGroups = 32 / kLanesPerRow;         // tokens at once
-  static constexpr int kPieces = (kChunksVo + 31) / 32;     // chunks of a lane
+  // That share one row of V.
+  static constexpr int kLanesPerRow = kChunksVo > 16 ? 32 : kChunksVo > 8 ? 16 : 8;
+  static constexpr int kGroups = 32 / kLanesPerRow;      // tokens at once
+  static constexpr int kPieces = (kChunksVo + 31) / 32;  // chunks of a lane
   static constexpr bool kPositions = (Config::kRules & kPositionRules) != 0;
   static_assert(Config::kBlockKV == 8 && Config::kWarpsM == 1 && Config::kTile == 1,
                 "one warp, eight tokens");
@@ -238,6 +237,8 @@ class SimtAttention {
     }
   }
 
+  // Rescales this lane's sums of values and adds those of a block: p[r] is the weight of row r and this
+  // lane's token, which other lanes get by shuffles.
   template <int kRows>
   JAXINFER_DEVICE void add_values(int begin, int offset, const float (&p)[kRows],
                                   const float (&factor)[kRows], float (&o)[kRows][kPieces][kPerChunk]) {
@@ -280,6 +281,7 @@ class SimtAttention {
     }
   }
 
+  // This warp's maxima, sums of weights and sums of values to shared memory, for store().
   template <int kRows>
   JAXINFER_DEVICE void keep_state(float (&m)[kRows], float (&l)[kRows],
                                   float (&o)[kRows][kPieces][kPerChunk]) {

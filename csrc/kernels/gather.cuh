@@ -1,5 +1,6 @@
-// Where K and V rows lie and how blocks of them reach shared memory: the only header that knows pages,
-// layers, strides and contiguous caches. No math; nothing here depends on the attention rules.
+// Where K and V rows lie and how blocks of them reach shared memory: the only header of the portable
+// attention kernels that knows pages, layers, strides and contiguous caches (of the warpgroup kernel, that is
+// attention_wgmma_load.cuh). No math; nothing here depends on the attention rules.
 #pragma once
 
 #include "kernels/work.cuh"
@@ -291,6 +292,14 @@ class KvRing {
     }
   }
 
+  // Where a chunk of row first_row + row goes. Phases combine bit by bit, so that one lane-dependent offset
+  // and constants make every address.
+  template <int kChunks>
+  static JAXINFER_DEVICE uint32_t chunk_place(uint32_t tile, int first_row, int row, int chunk) {
+    return tile + first_row * RowTile<kChunks>::kPitch +
+           (RowTile<kChunks>::offset(row, chunk) ^ RowTile<kChunks>::phase(first_row) << 4);
+  }
+
   // Chunks beyond the true head dim and rows that are not there become zeros: what the pool or shared memory
   // holds there may be NaN, and 0 * NaN would reach the sums.
   template <bool kWhole, int kChunks>
@@ -301,9 +310,7 @@ class KvRing {
 #pragma unroll
     for (int first = 0; first < kChunks; first += kRowLanes) {
       const int chunk = first + column;
-      // Phases combine bit by bit, so that one lane-dependent offset and constants make every address.
-      const uint32_t to = tile + first_row * RowTile<kChunks>::kPitch +
-                          (RowTile<kChunks>::offset(row, chunk) ^ RowTile<kChunks>::phase(first_row) << 4);
+      const uint32_t to = chunk_place<kChunks>(tile, first_row, row, chunk);
       if constexpr (kWhole) {
         copy_async<kReadOnce>(to, from + first * 16);
       } else {
@@ -319,8 +326,7 @@ class KvRing {
 #pragma unroll
     for (int first = 0; first < kChunks; first += kRowLanes) {
       const int chunk = first + lane() % kRowLanes;
-      const uint32_t to = tile + first_row * RowTile<kChunks>::kPitch +
-                          (RowTile<kChunks>::offset(row, chunk) ^ RowTile<kChunks>::phase(first_row) << 4);
+      const uint32_t to = chunk_place<kChunks>(tile, first_row, row, chunk);
       copy_async_if<kReadOnce>(wanted, to, from + first * 16);
     }
   }

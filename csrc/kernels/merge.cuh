@@ -3,7 +3,7 @@
 // up.
 #pragma once
 
-#include "kernels/ptx.cuh"
+#include "kernels/softmax.cuh"
 #include "kernels/variant.cuh"
 
 namespace jaxinfer {
@@ -132,9 +132,7 @@ JAXINFER_DEVICE void merge_columns(const AttentionParams& params, const VariantO
   const float inverse = !Variant::kSoftmax ? 1.0f : total == 0.0f ? 0.0f : 1.0f / total;
   if (!exist || !has_column) return;
   const int64_t row = int64_t{piece.token} * num_heads + head;
-  if (Variant::kSoftmax && column == 0) {
-    params.lse[row] = total == 0.0f ? -infinity() : m + log2_fast(total) * kLn2;
-  }
+  if (Variant::kSoftmax && column == 0) params.lse[row] = natural_lse(m, total);
 #pragma unroll
   for (int e = 0; e < kMergeColumns; ++e) o[e] *= inverse;
   if constexpr (Variant::kOutput) {

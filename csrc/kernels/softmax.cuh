@@ -24,8 +24,7 @@ JAXINFER_DEVICE float finite_max(float m) {
 
 // kRows rows of a thread: m is the largest x so far, or a smaller one with weights that stay far from
 // overflow (kMaxRise here, kLargestSum of WgmmaWeights), l this thread's share of the sum of
-// 2^((x - m) * scale). Without softmax l is 0 as long as the row saw nothing,
-// and m is not used.
+// 2^((x - m) * scale). Without softmax l is 0 as long as the row saw nothing, and m is not used.
 template <int kRows>
 struct SoftmaxState {
   float m[kRows];

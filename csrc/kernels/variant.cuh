@@ -5,9 +5,9 @@
 // What a translation unit holds, in this order:
 //   #include "params.h"
 //   namespace jaxinfer { struct VariantOperands {...}; }       pointers and scalars of a user's rules
-//   #include "kernels/attention_mma.cuh"                       or attention_simt, merge
+//   #include "kernels/attention_mma.cuh"                       or attention_wgmma, attention_simt, merge
 //   namespace jaxinfer { struct Config {...}; struct Variant : BuiltinVariant<Config> {...}; }
-//   extern "C" __global__ ... jaxinfer_attention_mma(params, cls, operands)
+//   extern "C" __global__ ... jaxinfer_attention_mma(params, cls, operands)        wgmma: and tensor maps
 // Config holds kDType, kHeadDimQk and kHeadDimVo (padded), kTile, kPacked, kContiguous, kRules, kNumThreads,
 // kMinCtas, kSmemBytes and the tile table's constants (jaxinfer/jit/tiles.py).
 //
@@ -24,7 +24,8 @@
 // Query, key and value see them before they are used, rounded to the element type afterwards; key and value
 // get any row of the item (its request and kv_head hold, its query token does not matter). Output sees the
 // final normalised row, unless the row saw nothing. A hole whose flag (kLogits, kMask, kQuery, kKey, kValue,
-// kOutput) is false is never called and costs nothing.
+// kOutput) is false is never called and costs nothing. Two flags are no holes: kSoftmax, and kCapped, a soft
+// cap before softmax, which kernels apply themselves to what logits() returns (soft_cap.cuh).
 #pragma once
 
 #include "kernels/ptx.cuh"
