@@ -53,8 +53,8 @@ AttentionParams spec_params(const Options& o) {
 
 std::vector<BenchCase> make_bench_cases() {
   std::vector<BenchCase> all;
-  auto make = [&](const std::string& name, bool decode, int qk, int vo, TileClass cls, int num_ctas, int qo,
-                  int kv, int page_size, std::vector<std::pair<int, int>> rows, uint32_t rules = kCausal,
+  auto make = [&](const std::string& name, int qk, int vo, TileClass cls, int num_ctas, int qo, int kv,
+                  int page_size, std::vector<std::pair<int, int>> rows, uint32_t rules = kCausal,
                   DType dtype = DType::kBF16) {
     Options o;
     o.dtype = dtype;
@@ -69,46 +69,44 @@ std::vector<BenchCase> make_bench_cases() {
     o.rows = std::move(rows);
     o.padding = 0;
     o.rules = rules;
-    all.push_back({name, o, decode});
+    all.push_back({name, o});
   };
   using Rows = std::vector<std::pair<int, int>>;
   const TileClass t1{1, true}, t16{16, true}, t32{32, true}, t64{64, true}, t128{128, false};
-  make("decode 64x2048 page16 t16", true, 128, 128, t16, 264, 32, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64x2048 page1 t16", true, 128, 128, t16, 264, 32, 8, 1, Rows(64, {1, 2048}));
-  make("decode 64x8192 page16 t16", true, 128, 128, t16, 264, 32, 8, 16, Rows(64, {1, 8192}));
-  make("decode 64x2048 page16 t32", true, 128, 128, t32, 264, 32, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64x2048 page16 t64", true, 128, 128, t64, 264, 32, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64x2048 page16 t1 bf16", true, 128, 128, t1, 264, 32, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64x2048 page16 t1 f32", true, 128, 128, t1, 264, 32, 8, 16, Rows(64, {1, 2048}), kCausal,
+  make("decode 64x2048 page16 t16", 128, 128, t16, 264, 32, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64x2048 page1 t16", 128, 128, t16, 264, 32, 8, 1, Rows(64, {1, 2048}));
+  make("decode 64x8192 page16 t16", 128, 128, t16, 264, 32, 8, 16, Rows(64, {1, 8192}));
+  make("decode 64x2048 page16 t32", 128, 128, t32, 264, 32, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64x2048 page16 t64", 128, 128, t64, 264, 32, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64x2048 page16 t1 bf16", 128, 128, t1, 264, 32, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64x2048 page16 t1 f32", 128, 128, t1, 264, 32, 8, 16, Rows(64, {1, 2048}), kCausal,
        DType::kF32);
-  make("decode 64x2048 page16 t1 bf16 32/32", true, 128, 128, t1, 264, 32, 32, 16, Rows(16, {1, 2048}));
-  make("decode 16x2048 page16 t16 32/32", true, 128, 128, t16, 264, 32, 32, 16, Rows(16, {1, 2048}));
-  make("decode 64x2048 page16 t16 64/8", true, 128, 128, t16, 264, 64, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64x2048 page16 t16 soft cap", true, 128, 128, t16, 264, 32, 8, 16, Rows(64, {1, 2048}),
+  make("decode 64x2048 page16 t1 bf16 32/32", 128, 128, t1, 264, 32, 32, 16, Rows(16, {1, 2048}));
+  make("decode 16x2048 page16 t16 32/32", 128, 128, t16, 264, 32, 32, 16, Rows(16, {1, 2048}));
+  make("decode 64x2048 page16 t16 64/8", 128, 128, t16, 264, 64, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64x2048 page16 t16 soft cap", 128, 128, t16, 264, 32, 8, 16, Rows(64, {1, 2048}),
        kCausal | kRuleSoftCap);
-  make("decode 64x2048 page16 t16 d64", true, 64, 64, t16, 264, 32, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64x2048 page16 t16 d256 132", true, 256, 256, t16, 132, 16, 8, 16, Rows(64, {1, 2048}));
-  make("decode 64 skewed 32768 page16 t16", true, 128, 128, t16, 264, 32, 8, 16, skewed(64, 32768));
-  make("decode 16 skewed 5573 page16 t16", true, 128, 128, t16, 264, 32, 8, 16, skewed(16, 5573));
-  make("decode 1x1024 page16 t16", true, 128, 128, t16, 264, 32, 8, 16, Rows(1, {1, 1024}));
-  make("decode 1x32768 page16 t16", true, 128, 128, t16, 264, 32, 8, 16, Rows(1, {1, 32768}));
-  make("verify 64x(4,2048) page16 t16", true, 128, 128, t16, 264, 32, 8, 16, Rows(64, {4, 2048}));
-  make("verify 64x(8,2048) page16 t32", true, 128, 128, t32, 264, 32, 8, 16, Rows(64, {8, 2048}));
-  make("verify 64x(16,2048) page16 t64", true, 128, 128, t64, 264, 32, 8, 16, Rows(64, {16, 2048}));
-  make("prefill 4x4096 causal contiguous", false, 128, 128, t128, 264, 32, 8, 0, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 causal contiguous 132", false, 128, 128, t128, 132, 32, 8, 0, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 causal page16", false, 128, 128, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 causal page1", false, 128, 128, t128, 264, 32, 8, 1, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 full contiguous", false, 128, 128, t128, 264, 32, 8, 0, Rows(4, {4096, 4096}),
-       kRuleSoftmax);
-  make("prefill 1x16384 causal page16", false, 128, 128, t128, 264, 32, 8, 16, Rows(1, {16384, 16384}));
-  make("prefill 4x4096 causal page16 t64", false, 128, 128, t64, 264, 32, 8, 16, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 causal page16 soft cap", false, 128, 128, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}),
+  make("decode 64x2048 page16 t16 d64", 64, 64, t16, 264, 32, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64x2048 page16 t16 d256 132", 256, 256, t16, 132, 16, 8, 16, Rows(64, {1, 2048}));
+  make("decode 64 skewed 32768 page16 t16", 128, 128, t16, 264, 32, 8, 16, skewed(64, 32768));
+  make("decode 16 skewed 5573 page16 t16", 128, 128, t16, 264, 32, 8, 16, skewed(16, 5573));
+  make("decode 1x1024 page16 t16", 128, 128, t16, 264, 32, 8, 16, Rows(1, {1, 1024}));
+  make("decode 1x32768 page16 t16", 128, 128, t16, 264, 32, 8, 16, Rows(1, {1, 32768}));
+  make("verify 64x(4,2048) page16 t16", 128, 128, t16, 264, 32, 8, 16, Rows(64, {4, 2048}));
+  make("verify 64x(8,2048) page16 t32", 128, 128, t32, 264, 32, 8, 16, Rows(64, {8, 2048}));
+  make("verify 64x(16,2048) page16 t64", 128, 128, t64, 264, 32, 8, 16, Rows(64, {16, 2048}));
+  make("prefill 4x4096 causal contiguous", 128, 128, t128, 264, 32, 8, 0, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal contiguous 132", 128, 128, t128, 132, 32, 8, 0, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal page16", 128, 128, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal page1", 128, 128, t128, 264, 32, 8, 1, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 full contiguous", 128, 128, t128, 264, 32, 8, 0, Rows(4, {4096, 4096}), kRuleSoftmax);
+  make("prefill 1x16384 causal page16", 128, 128, t128, 264, 32, 8, 16, Rows(1, {16384, 16384}));
+  make("prefill 4x4096 causal page16 t64", 128, 128, t64, 264, 32, 8, 16, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal page16 soft cap", 128, 128, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}),
        kCausal | kRuleSoftCap);
-  make("prefill 4x4096 causal page16 d64", false, 64, 64, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 causal page16 d256", false, 256, 256, t128, 132, 16, 4, 16, Rows(4, {4096, 4096}));
-  make("prefill 4x4096 causal page16 d192x128", false, 192, 128, t128, 264, 32, 32, 16,
-       Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal page16 d64", 64, 64, t128, 264, 32, 8, 16, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal page16 d256", 256, 256, t128, 132, 16, 4, 16, Rows(4, {4096, 4096}));
+  make("prefill 4x4096 causal page16 d192x128", 192, 128, t128, 264, 32, 32, 16, Rows(4, {4096, 4096}));
   return all;
 }
 

@@ -1,6 +1,5 @@
 // Decode batches of serving size, by schedule and by way of merging; and one batch in many shapes.
 #include <cstdio>
-#include <iterator>
 #include <string>
 
 #include "bench_run.h"

@@ -13,20 +13,12 @@
 
 namespace jaxinfer::test {
 
-// Fills device memory with random bf16 (or fp16, fp32) normal numbers: a pattern of 64 MB, repeated.
+// Fills device memory with a random pattern, repeated.
 inline void fill_random(const Buffer& buffer, DType dtype) {
   static std::unique_ptr<Buffer> patterns[3];
   std::unique_ptr<Buffer>& pattern = patterns[static_cast<int>(dtype)];
   if (pattern == nullptr) {
-    std::vector<uint8_t> bytes(size_t{64} << 20);
-    std::mt19937 rng(3);
-    std::normal_distribution<float> normal;
-    std::vector<float> table(1 << 16);
-    for (float& x : table) x = normal(rng);
-    const size_t size = element_size(dtype);
-    for (size_t i = 0; i < bytes.size() / size; ++i)
-      put_element(dtype, table[rng() & 0xffff], &bytes[i * size]);
-    pattern = std::make_unique<Buffer>(bytes);
+    pattern = std::make_unique<Buffer>(random_pattern(dtype));
   }
   for (size_t at = 0; at < buffer.bytes(); at += pattern->bytes()) {
     CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern->as<uint8_t>(),

@@ -1,7 +1,8 @@
-"""Builds the kernel test: the C++ program, and a cubin for every kernel that its cases and benchmarks need.
+"""Builds the kernels' test programs, and a cubin for every kernel that their cases and benchmarks need.
 
-    python3 tests/cuda/build.py FOLDER [ARCH [PROGRAM...]]      then      FOLDER/test_kernels FOLDER [bench]
+    python3 tests/cuda/build.py FOLDER [ARCH [PROGRAM...]]
 
+How the programs are called is written in the first lines of test_kernels.cc and test_prefill.cc.
 Kernel texts are rendered by jaxinfer.jit, which is loaded without the rest of the package: no JAX is needed here.
 """
 

@@ -2,7 +2,6 @@
 // compiled before anything runs.
 #pragma once
 
-#include <cstdio>
 #include <string>
 #include <vector>
 

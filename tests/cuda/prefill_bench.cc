@@ -2,7 +2,6 @@
 // limited by power: contestants run in short bursts, in an order that rotates, so that heat hits all alike.
 // What differs by less than a round from the next is compared in pairs, round by round.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <memory>
 #include <random>
@@ -19,19 +18,10 @@ constexpr uint32_t kCausal = kRuleSoftmax | kRuleCausal;
 constexpr int kMultiprocessors = 132;
 using Rows = std::vector<std::pair<int, int>>;
 
-// A pattern of 64 MB of random normal numbers, repeated; from another place every time, or queries would meet
+// A random pattern, repeated; from another place every time, or queries would meet
 // themselves among the keys, whose scores then are as large as no others.
 void fill_random(const Buffer& buffer) {
-  static std::vector<uint8_t> pattern;
-  if (pattern.empty()) {
-    pattern.resize(size_t{64} << 20);
-    std::mt19937 rng(3);
-    std::normal_distribution<float> normal;
-    std::vector<float> table(1 << 16);
-    for (float& x : table) x = normal(rng);
-    for (size_t i = 0; i < pattern.size() / 2; ++i)
-      put_element(DType::kBF16, table[rng() & 0xffff], &pattern[2 * i]);
-  }
+  static Bytes pattern = random_pattern(DType::kBF16);
   std::rotate(pattern.begin(), pattern.begin() + 2 * 4099, pattern.end());
   for (size_t at = 0; at < buffer.bytes(); at += pattern.size()) {
     CHECK_CUDA(cudaMemcpy(buffer.as<uint8_t>() + at, pattern.data(),
@@ -56,63 +46,40 @@ struct Contestant {
   double balance = 0;  // largest queue cost over the mean
 };
 
-void make_contestant(const Problem& p, int64_t num_pages, Contestant* c) {
-  const Options& o = c->bench->options;
-  AttentionParams& a = c->params;
-  a = spec_params(o);
-  PlanRequest request{};
-  request.num_tokens = static_cast<int>(p.q_pos.size());
-  request.num_rows = static_cast<int>(p.q_len.size());
-  request.num_layouts = 1;
-  request.page_size = o.contiguous ? 1 : o.page_size;
-  request.kv_capacity = o.contiguous ? num_pages : static_cast<int64_t>(p.kv_indices.size()) * o.page_size;
-  request.contiguous = o.contiguous;
-  request.num_qo_heads = o.num_qo_heads;
-  request.num_kv_heads = o.num_kv_heads;
-  request.head_dim_qk = o.head_dim_qk;
-  request.head_dim_vo = o.head_dim_vo;
-  request.element_size = 2;
-  request.split_tokens = 512;
-  request.clip.causal = (o.rules & kRuleCausal) != 0;
-  if ((o.rules & kRuleWindowLeft) != 0) request.clip.window_left = o.window_left;
-  request.format = a.format;
-  const ClassFormat& cls = request.format.classes[0];
-  request.costs[0] = default_costs(request.schedule, cls, request.group_size());
-  fill_capacities(&request);
-  const LayoutView layout = layout_view(p, false);
-  Ints plan(request.format.num_words + 4);
-  make_plan(layout, request, plan.data());
-  c->slots = plan[kHeaderNumSlots];
+// Cost of the fullest queue of the first class over the mean.
+double queue_balance(const AttentionParams& a) {
+  const ClassFormat& cls = a.format.classes[0];
+  const Costs costs = default_costs(Schedule::kLpt, cls, a.group_size());
+  const int32_t* const indptr = a.plan + cls.queue_indptr;
   double total = 0, largest = 0;
   for (int q = 0; q < cls.num_queues; ++q) {
     double cost = 0;
-    for (int i = plan[cls.queue_indptr + q]; i < plan[cls.queue_indptr + q + 1]; ++i) {
-      const Item& item = request.format.items(plan.data(), 0)[i];
-      cost +=
-          static_cast<double>(item_cost(request.costs[0], item.num_tokens(), item.kv_end - item.kv_begin));
+    for (int i = indptr[q]; i < indptr[q + 1]; ++i) {
+      const Item& item = a.format.items(a.plan, 0)[i];
+      cost += static_cast<double>(item_cost(costs, item.num_tokens(), item.kv_end - item.kv_begin));
     }
     total += cost;
     largest = std::max(largest, cost);
   }
-  c->balance = largest * cls.num_queues / total;
+  return largest * cls.num_queues / total;
+}
+
+// Its plan of the row's layout. scale_k makes logits large by their scale here: contestants share K.
+void make_contestant(Problem p, int64_t num_pages, Contestant* c) {
+  p.options = c->bench->options;
+  const Options& o = p.options;
+  p.options.sm_scale = o.scale_k / std::sqrt(static_cast<float>(o.head_dim_qk));
+  make_plan_and_params(&p, num_pages, false);
+  c->slots = p.plan[kHeaderNumSlots];
+  c->balance = queue_balance(p.params);
+  AttentionParams& a = c->params;
+  a = p.params;
 
   auto upload = [&](const auto& from) {
     c->buffers.push_back(std::make_unique<Buffer>(from));
     return c->buffers.back()->template as<int32_t>();
   };
-  a.format = request.format;
-  a.num_tokens = request.num_tokens;
-  a.num_rows = request.num_rows;
-  a.num_pages = num_pages;
-  a.page_size = request.page_size;
-  a.kv_indices_capacity = layout.kv_indices_capacity;
-  a.k_strides = make_strides(o, num_pages, o.head_dim_qk);
-  a.v_strides = make_strides(o, num_pages, o.head_dim_vo);
-  a.set_dividers();
-  a.variant.sm_scale = o.scale_k / std::sqrt(static_cast<float>(o.head_dim_qk));
-  a.variant.logits_soft_cap = o.logits_soft_cap;
-  a.variant.window_left = o.window_left;
-  a.plan = upload(plan);
+  a.plan = upload(p.plan);
   if (!o.contiguous) a.kv_indices = upload(p.kv_indices);
   a.kv_offset = upload(p.kv_offset);
   a.q_pos = upload(p.q_pos);
