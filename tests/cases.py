@@ -32,14 +32,9 @@ from jaxinfer.variant import Variant, pack_masks
 KINDS = ("paged", "table", "ragged", "compose2", "compose3", "blockmask")
 GROUP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64, 65, 100, 127, 128)
 
-FIXED_TOKENS, FIXED_ROWS, FIXED_BLOCKS, FIXED_PAGES, FIXED_KV_TOKENS, FIXED_MASK_BYTES = (
-    32,
-    6,
-    96,
-    96,
-    320,
-    512,
-)
+#: Sizes of batches with fixed=True.
+FIXED_TOKENS, FIXED_ROWS, FIXED_BLOCKS = 32, 6, 96
+FIXED_PAGES, FIXED_KV_TOKENS, FIXED_MASK_BYTES = 96, 320, 512
 
 _ABSURD_IDS = (-7, 10**9, 2**31 - 1, -(2**31), 3)
 _POISON = (np.nan, np.inf, -np.inf)

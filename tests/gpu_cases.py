@@ -19,13 +19,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from backend import bounds
 from cases import Case, make_case
 from oracle import attention_oracle
 
 import jaxinfer
 from jaxinfer import Variant
 
-TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 4e-3}
+TOLERANCE = bounds()
 _programs: dict[Any, Callable[..., Any]] = {}
 
 

@@ -36,9 +36,8 @@ def attention_oracle(
     o = np.zeros((num_tokens, num_qo_heads, v.shape[-1]))
     lse = np.full((num_tokens, num_qo_heads), -np.inf)
     layer_missing = layer is not None and not 0 <= layer < k.shape[0]
-    seen: list[list[tuple[Array, Array]]] = [
-        [] for _ in range(num_tokens)
-    ]  # per token: K and V of what it sees
+    # Per token: K and V of what it sees.
+    seen: list[list[tuple[Array, Array]]] = [[] for _ in range(num_tokens)]
     if not layer_missing:
         if layer is not None:
             k, v = k[layer], v[layer]

@@ -13,6 +13,7 @@ import numpy as np
 from plan_executor import PlanView, unpack
 
 from jaxinfer import BlockSparse, Variant, _native, compose, from_block_mask, paged, ragged
+from jaxinfer.plan import host_arrays
 
 GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100, 127, 128)
 NUM_PAGES = 64
@@ -79,18 +80,7 @@ class Setting:
 def run_planner(
     planner: _native.Planner, layout: BlockSparse, num_pages: int | None, out: np.ndarray[Any, Any]
 ) -> None:
-    planner(
-        layout.q_start,
-        layout.q_len,
-        layout.kv_start,
-        layout.kv_indices,
-        layout.kv_len,
-        layout.kv_offset,
-        layout.q_pos,
-        layout.block_pos,
-        num_pages=num_pages,
-        out=out,
-    )
+    planner(*host_arrays(layout), num_pages=num_pages, out=out)
 
 
 def paged_layout(
