@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 
 #include <string>
-#include <utility>
 
 #include "kernel_sources.h"
 #include "kernels.h"

@@ -3,7 +3,6 @@
 // launched: kernels.cc.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
 

@@ -49,10 +49,8 @@ class MmaScores {
   // Fragments hold q.k; with a negative scale Q is negated, so that the largest product is the largest logit.
   JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
   JAXINFER_DEVICE uint32_t sign_bits() const { return params_.variant.sm_scale < 0.0f ? Type::kSignBits : 0; }
-  // Of fragments to logits; the variant's fragments are logits already.
-  JAXINFER_DEVICE float fragment_scale() const { return Variant::kLogits ? 1.0f : logit_scale(); }
-  // Of maxima to logits and to base-2 exponents; with a soft cap maxima are logits.
-  JAXINFER_DEVICE float max_scale() const { return Variant::kCapped ? 1.0f : fragment_scale(); }
+  // Of maxima to logits and to base-2 exponents.
+  JAXINFER_DEVICE float max_scale() const { return jaxinfer::max_scale<Variant>(params_.variant); }
   JAXINFER_DEVICE float scale() const { return exponent_scale(max_scale()); }
 
   JAXINFER_DEVICE Row make_row(int i) const { return query_row(params_, rows_, i); }
@@ -195,7 +193,7 @@ class MmaScores {
   // Scores to capped logits, the rows' largest ones, too. How a row is capped depends on its block alone, so
   // that its bits do not depend on who shares its warp.
   JAXINFER_DEVICE void cap_scores(float (&s)[kFragments][kColumns][4], float (&largest)[kRows]) const {
-    const ScoreCap cap(params_.variant.logits_soft_cap, fragment_scale());
+    const ScoreCap cap(params_.variant.logits_soft_cap, fragment_scale<Variant>(params_.variant));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (cap.is_near(largest[r])) {

@@ -111,6 +111,18 @@ struct BuiltinVariant {
   JAXINFER_DEVICE bool mask(const Row&, const Col& col) const { return bits(col.kv_index); }
 };
 
+// What score fragments are multiplied by to give logits. They hold q.k, negated where sm_scale is negative;
+// what a variant's logits() returned are logits already.
+template <class Variant>
+JAXINFER_DEVICE float fragment_scale(const VariantParams& params) {
+  return Variant::kLogits ? 1.0f : fabsf(params.sm_scale);
+}
+// The same of rows' maxima: with a soft cap they are logits.
+template <class Variant>
+JAXINFER_DEVICE float max_scale(const VariantParams& params) {
+  return Variant::kCapped ? 1.0f : fragment_scale<Variant>(params);
+}
+
 // Positions that a query row may see by the causal and window rules, [first, last] with both ends included.
 struct Visible {
   int first;

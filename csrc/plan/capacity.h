@@ -2,8 +2,6 @@
 // batch of that capacity overflows them. The scheduler's side of each bound is in schedule.cc.
 #pragma once
 
-#include <cstdint>
-
 #include "plan/request.h"
 
 namespace jaxinfer {
