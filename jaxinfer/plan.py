@@ -245,16 +245,7 @@ def _static_plan(
     head_dim_qk, head_dim_vo = _check_head_dim(head_dim)
     on_gpu = jax.default_backend() in ("gpu", "cuda")
     dtype_name = _check_dtype(dtype, on_gpu)
-    if not isinstance(batch_invariant, (bool, np.bool_)):
-        raise TypeError(f"batch_invariant must be a bool, got {batch_invariant!r}")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
-    given_split = None if split_tokens is None else positive("split_tokens", split_tokens)
-    split_tokens = SPLIT_TOKENS if given_split is None else given_split
-    if split_tokens % 16 != 0:
-        raise ValueError(f"split_tokens must be a multiple of 16, got {split_tokens}")
-    if given_split is not None and not batch_invariant:
-        raise ValueError(f"split_tokens {given_split} cuts rows with batch_invariant=True only")
+    split_tokens = _check_cuts(schedule, split_tokens, batch_invariant)
     if num_layouts > 1 and batch_invariant:
         raise NotImplementedError(
             "batch_invariant=True with a composed layout; supported: layouts of one level"
@@ -423,6 +414,21 @@ def _check_dtype(dtype: Any, on_gpu: bool) -> str:
     if name not in ELEMENT_SIZE:
         raise NotImplementedError(f"dtype {name}; supported: {', '.join(ELEMENT_SIZE)}")
     return name
+
+
+def _check_cuts(schedule: str, split_tokens: int | None, batch_invariant: bool) -> int:
+    """split_tokens, or its default."""
+    if not isinstance(batch_invariant, (bool, np.bool_)):
+        raise TypeError(f"batch_invariant must be a bool, got {batch_invariant!r}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
+    if split_tokens is None:
+        return SPLIT_TOKENS
+    if positive("split_tokens", split_tokens) % 16 != 0:
+        raise ValueError(f"split_tokens must be a multiple of 16, got {split_tokens}")
+    if not batch_invariant:
+        raise ValueError(f"split_tokens {split_tokens} cuts rows with batch_invariant=True only")
+    return int(split_tokens)
 
 
 def _check_tiles(tiles: Any, group_size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-// The executor's inner code for AVX-512 F, BW, VL and DQ. The build gives this file its flags.
+// The executor's inner code for AVX-512 F, BW, VL and DQ, compiled with the flags of isa_flags.
 #define JAXINFER_ISA avx512
 #define JAXINFER_VEC_WIDTH 16
 

@@ -1,5 +1,4 @@
-// The executor's inner code for four-lane vectors that every compiler maps to the baseline of its target. The
-// build gives this file its flags.
+// The executor's inner code for four-lane vectors, which every compiler maps to the baseline of its target.
 #define JAXINFER_ISA scalar
 #define JAXINFER_VEC_WIDTH 4
 

@@ -1,4 +1,5 @@
-// Merges partial states into final outputs, and writes empty states.
+// Merges partial states into final outputs, and writes empty states. Which states belong together is the
+// plan's choice; how they came about is in tile.h.
 #pragma once
 
 #include <cmath>

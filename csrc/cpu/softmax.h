@@ -1,4 +1,5 @@
 // Online softmax of one query row over the columns of one KV block, in natural units with IEEE infinities.
+// Which columns a row sees and what a logit is: variant.h.
 #pragma once
 
 #include <cmath>

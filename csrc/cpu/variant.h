@@ -1,5 +1,5 @@
 // Attention rules: which columns of a KV block a token may see (as a 64-bit mask), and what happens to its
-// logits.
+// logits. Weights and sums are not made here.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,7 @@
-"""Interleaved timing: every contestant runs once per round, so that drift of the machine hits all alike."""
+"""Interleaved timing: every contestant runs once per round, so that drift of the machine hits all alike.
+
+Each call is waited for; calls on a GPU, which are not, are timed in burst.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`bench plan`: what a serving step costs on the host before anything runs: its layout, its plan."""
+"""`bench plan`: what a serving step costs on the host before anything runs: its layout, its plan.
+
+Batches are in workloads.py, the timing in measure.py.
+"""
 
 from __future__ import annotations
 

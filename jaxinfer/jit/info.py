@@ -1,4 +1,7 @@
-"""What the run-time compiler finds on this machine, for `python -m jaxinfer info` and for error reports."""
+"""What the run-time compiler finds on this machine, for `python -m jaxinfer info` and for error reports.
+
+Nothing is compiled or printed here.
+"""
 
 from __future__ import annotations
 

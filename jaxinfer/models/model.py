@@ -1,4 +1,7 @@
-"""A loaded model: config, weights and tokenizer in one object, from whatever the given path is."""
+"""A loaded model: config, weights and tokenizer in one object, from whatever the given path is.
+
+File formats are the loaders' business, running the model generate.py's.
+"""
 
 from __future__ import annotations
 

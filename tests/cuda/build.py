@@ -43,10 +43,8 @@ PROGRAMS = {
 def build_program(name: str, folder: Path, jobs: ThreadPoolExecutor) -> Path:
     """The planner, the CPU executor and a test, linked with the static CUDA runtime."""
     host = ["-ccbin", "gcc-12"] if os.path.exists("/usr/bin/gcc-12") else []
-    flags = {
-        "isa_avx2.cc": "-mavx2,-mfma,-mf16c",
-        "isa_avx512.cc": "-mavx512f,-mavx512bw,-mavx512vl,-mavx512dq,-mfma,-mf16c,-mprefer-vector-width=512",
-    }
+    lines = (ROOT / "csrc/cpu/isa_flags").read_text().splitlines()
+    flags = dict(line.split(maxsplit=1) for line in lines if line.startswith("isa_"))
     sources = [
         *(ROOT / "csrc/plan").glob("*.cc"),
         *(ROOT / "csrc/cpu").glob("*.cc"),
@@ -60,7 +58,7 @@ def build_program(name: str, folder: Path, jobs: ThreadPoolExecutor) -> Path:
         )
         if out.exists() and out.stat().st_mtime > newest:
             return str(out)
-        extra = f",{flags[source.name]}" if source.name in flags else ""
+        extra = "".join(f",{flag}" for flag in flags.get(source.name, "").split())
         command = [
             "nvcc",
             "-std=c++17",
