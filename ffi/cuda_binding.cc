@@ -82,8 +82,7 @@ void bind_cuda(nb::module_& m) {
       },
       nb::arg("loader"),
       "loader(spec_json, compute_capability) -> (cubin, kernel name, threads per CTA, bytes of shared "
-      "memory, "
-      "whether its last parameter is tensor maps, KV rows of one copy by them).");
+      "memory, whether its last parameter is tensor maps, KV rows of one copy by them).");
   m.def(
       "kernel_sources",
       [] {

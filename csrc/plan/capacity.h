@@ -18,11 +18,10 @@ namespace jaxinfer {
 //   row is one tile.
 // - Cuts. `lpt` and `runs` make at most Q cuts per class: items <= tiles + Q.
 // - Empty items, all in the first class. A maximal run of tokens that no tile sees starts at token 0, or
-// where
-//   a tile that sees something ends: then the row ends there too, or the row's next tile is dropped (sees
-//   nothing) and starts there. So there are at most 1 + R + dropped tiles runs, and no more than N. Dropped
-//   tiles of the first class leave their own places free (tiles counts them), those of the others do not. A
-//   run of length x is written in pieces of p = min(65535, max(n, ceil(unseen / Q))) tokens:
+//   where a tile that sees something ends: then the row ends there too, or the row's next tile is dropped
+//   (sees nothing) and starts there. So there are at most 1 + R + dropped tiles runs, and no more than N.
+//   Dropped tiles of the first class leave their own places free (tiles counts them), those of the others do
+//   not. A run of length x is written in pieces of p = min(65535, max(n, ceil(unseen / Q))) tokens:
 //   ceil(x / p) <= 1 + x / p, in all at most runs + Q + ceil(N / 65535).
 // - Slots. One layout: only pieces of cut tiles have slots; a tile cut k times has k + 1 <= 2k pieces, so
 //   slots <= 2 * Q * n; also every tile has one piece plus its cuts: slots <= N + Q * n. Several layouts: any
