@@ -1,4 +1,5 @@
-"""What differs between backends in tests: accuracy bounds, tiles that have a kernel, tests of one backend alone.
+"""What differs between backends in tests: the accuracy that results are judged by, tiles that have a kernel, tests of
+one backend alone.
 
 The same tests judge the CPU and a GPU; nothing here is a reason to skip what both can do.
 """
@@ -61,6 +62,27 @@ def assert_close(got: Any, want: Any, *, rtol: float = 1e-7, atol: float = 0.0, 
     if on_gpu():
         rtol, atol = max(rtol, 2e-5), max(5 * atol, 5e-6)
     np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=err_msg)
+
+
+def expect_accurate(o: Any, lse: Any, want_o: Any, want_lse: Any, note: str = "") -> None:
+    """o and lse (None without softmax) within the documented accuracy of the oracle's.
+
+    o [num_tokens, num_qo_heads, head_dim] is judged by the norm of all of it, lse number by number; tokens that see
+    nothing have exactly the empty state.
+    """
+    got = np.asarray(o).astype(np.float64)
+    assert np.isfinite(got).all(), note
+    error, norm = np.linalg.norm(got - want_o), np.linalg.norm(want_o)
+    assert error <= bounds()[str(o.dtype)] * norm, f"relative error {error / max(norm, 1e-300)}; {note}"
+    if lse is None:
+        empty = ~want_o.any(axis=-1)
+    else:
+        empty = np.isneginf(want_lse)
+        np.testing.assert_array_equal(np.isneginf(lse), empty, err_msg=note)
+        want = want_lse[~empty]
+        excess = np.abs(np.asarray(lse)[~empty].astype(np.float64) - want) - (2e-3 + 1e-6 * np.abs(want))
+        assert (excess <= 0).all(), f"lse is off by {excess.max()} more than allowed; {note}"
+    assert not got[empty].any(), note
 
 
 @functools.cache

@@ -132,7 +132,8 @@ def test_a_failing_library_is_listed_and_the_row_goes_on():
         variants=lambda ops: {"v1": lambda: JaxBurst(lambda q, k, v: q, ops.sets)},
     )
     row = measure_case(case, [ours, replace(ours, name="broken", variants=broken), liar], 0.0)
-    assert OURS in {e.rival for e in row.entries} | set(row.absent)
+    # Ours ran; a figure taken in no time may be too noisy to count.
+    assert [e.rival for e in row.entries] == [OURS] or row.absent[OURS].startswith("IMPOSSIBLE")
     assert row.absent["broken"] == "failed: OSError: no such kernel"
     assert "relative error" in row.absent["liar v1"]
     assert row.ratio is None

@@ -72,9 +72,8 @@ def expect_written(
     dims = (16, 24)
     pools = [random_bits(rng, pool_shape(kv_layout, d, layers), dtype) for d in dims]
     new = [random_bits(rng, (len(slots), HEADS, d), dtype) for d in dims]
-    if (
-        append is reference.append_kv
-    ):  # XLA's bfloat16 copies go through float32, which quiets signalling NaNs
+    if append is reference.append_kv:
+        # XLA's bfloat16 copies go through float32, which quiets signalling NaNs.
         for x in (*pools, *new):
             x[np.isnan(x.astype(np.float32))] = np.nan
     step = jitted(append, kv_layout)

@@ -1,7 +1,7 @@
 """Refusals of `attention`: what is wrong, what came, what was expected; never a silent fallback.
 
-The constructors' refusals are in test_layout.py, those of `plan` in test_plan_errors.py, those of `append_kv`
-in test_cache.py.
+The constructors' refusals are in test_layout.py, those of `Variant` and `pack_masks` in test_variant.py, those of
+`plan` in test_plan_errors.py, those of `append_kv` in test_cache.py.
 """
 
 from __future__ import annotations
@@ -315,65 +315,13 @@ def test_other_things_than_jaxinfers(wrong: Any, message: str) -> None:
         wrong()
 
 
-# ---- the variant
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window_left": -1}, "window_left must be at least 0, or None for off; got -1"),
-        ({"window_right": np.int64(-3)}, "window_right must be at least 0, or None for off; got -3"),
-        ({"window_left": 2.5}, "window_left must be an int, got 2.5"),
-        (
-            {"logits_soft_cap": 0.0},
-            "logits_soft_cap must be a positive finite number, or None for off; got 0.0",
-        ),
-        ({"logits_soft_cap": math.inf}, "logits_soft_cap must be a positive finite number.*inf"),
-        ({"logits_soft_cap": 1e39}, r"logits_soft_cap must be from 2\*\*-126 to 2\*\*100 .*1e\+39"),
-        ({"logits_soft_cap": 1e-39}, r"logits_soft_cap must be from 2\*\*-126 to 2\*\*100 .*1e-39"),
-        ({"mask_bits": np.zeros(3, np.uint8)}, "mask_indptr is missing"),
-        ({"causal": 1}, "causal must be a bool, got 1"),
-    ],
-)
-def test_wrong_rules(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Variant(**options)
-
-
-def test_masks_of_wrong_size() -> None:
-    with pytest.raises(ValueError, match=r"masks\[1\] has shape \(2, 5\).*\(2, 6\)"):
-        jaxinfer.pack_masks([np.ones((1, 3), bool), np.ones((2, 5), bool)], PAGED)
-    with pytest.raises(ValueError, match="masks has 1 entries, the layout has 2 rows"):
-        jaxinfer.pack_masks([np.ones((1, 3), bool)], PAGED)
-    with pytest.raises(ValueError, match="the masks need 3 bytes, capacity is 2"):
-        jaxinfer.pack_masks([np.ones((1, 3), bool), np.ones((2, 6), bool)], PAGED, capacity=2)
+# ---- masks and pages
 
 
 def test_a_mask_with_a_composed_layout() -> None:
     layout = jaxinfer.compose(jaxinfer.paged([0, 3], [0, 1], [4], [4], 4), PAGED)
-    with pytest.raises(NotImplementedError, match="composed layout"):
-        jaxinfer.pack_masks([np.ones((1, 3), bool), np.ones((2, 6), bool)], layout)
     with pytest.raises(NotImplementedError, match=r"mask.*composed layout"):
         call(layout=layout, plan=jaxinfer.plan(layout, **HEADS), variant=with_indptr(4))
-
-
-# ---- values that the host can see
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (([1, 2], [0, 1], [0], [1]), "qo_indptr must start at 0, got 1"),
-        (([0, 2, 1], [0, 1, 2], [0, 1], [1, 1]), "qo_indptr decreases at row 1: 2 then 1"),
-        (([0, 1, 2], [0, 2, 1], [0, 1], [1, 1]), "kv_indptr decreases at row 1: 2 then 1"),
-        (([0, 1], [0, 1], [0], [5]), r"kv_len\[0\] = 5 exceeds the 1 pages of row 0 with page_size 4"),
-        (([0, 1], [0, 1], [0], [-1]), r"kv_len\[0\] = -1 is negative"),
-        (([0, 1], [0, 3], [0], [1]), r"kv_indptr\[-1\] = 3 exceeds the 1 entries of kv_indices"),
-    ],
-)
-def test_tables_that_do_not_fit(args: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        jaxinfer.paged(*args, 4)
 
 
 @pytest.mark.parametrize("bad", [99, -1, 6])

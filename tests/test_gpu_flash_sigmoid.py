@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from backend import has_nvrtc
-from gpu_cases import TOLERANCE, long_case, run
+from gpu_cases import TOLERANCE, long_case, request_kv, run
 
 import jaxinfer
 from jaxinfer import Variant
@@ -74,10 +74,7 @@ def test_on_a_gpu(dtype: str) -> None:
     case = dataclasses.replace(long_case([300, 40], [3, 1], dtype), variant=flash_sigmoid(-3.0))
     results = [run(case)[0], run(case, implementation="reference")[0]]
     for kv_len, begin, end, r in ((300, 0, 3, 0), (40, 3, 4, 1)):
-        first = int(case.layout.kv_start[r])
-        pages = case.layout.kv_indices[first : first - (-kv_len // 16)]
-        k, v = (x[pages].reshape(-1, 2, 128)[:kv_len] for x in (case.k, case.v))
-        want = expected(case.q[begin:end], k, v, case.sm_scale, -3.0)
+        want = expected(case.q[begin:end], *request_kv(case, r, kv_len), case.sm_scale, -3.0)
         for o in results:
             error = np.linalg.norm(o[begin:end].astype(np.float64) - want)
             assert error < TOLERANCE[dtype] * np.linalg.norm(want)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from backend import has_nvrtc
-from gpu_cases import TOLERANCE, long_case, plan_of, run
+from gpu_cases import TOLERANCE, long_case, plan_of, request_kv, run
+from plan_executor import unpack_plan
 
 from jaxinfer import Variant
 from jaxinfer.jit import registry
@@ -81,14 +82,11 @@ def test_on_a_gpu(dtype: str, tiles: tuple[int, ...], num_ctas: int) -> None:
     variant = Variant.from_cuda(SOURCE, {"scales": SCALES, "floors": FLOORS}, causal=True)
     case = dataclasses.replace(case, variant=variant)
     options = {"tiles": tiles, "num_ctas": num_ctas}
-    assert (plan_of(case, **options).data[4] > 0) == (num_ctas > 1)  # rows to merge
+    assert (unpack_plan(plan_of(case, **options)).num_merge > 0) == (num_ctas > 1)
     o, _ = run(case, **options)
     begin = 0
     for r, (rows, length) in enumerate(zip(q_len, kv_len, strict=True)):
-        first = int(case.layout.kv_start[r])
-        pages = case.layout.kv_indices[first : first - (-length // PAGE_SIZE)]
-        k, v = (x[pages].reshape(-1, KV_HEADS, DIM)[:length] for x in (case.k, case.v))
-        want = expected(case.q[begin : begin + rows], k, v, case.sm_scale)
+        want = expected(case.q[begin : begin + rows], *request_kv(case, r, length), case.sm_scale)
         error = np.linalg.norm(o[begin : begin + rows].astype(np.float64) - want)
         assert error < TOLERANCE[dtype] * np.linalg.norm(want), f"request {r}"
         begin += rows

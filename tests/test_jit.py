@@ -136,6 +136,7 @@ def test_parameter_structs_have_the_hosts_layout(compiler: None) -> None:
         "PlanFormat",
         "ClassFormat",
         "Item",
+        "TensorMaps",
     )
     source = '#include "params.h"\n#include <cstdio>\nusing namespace jaxinfer;\nint main() {\n'
     host = _run_cpp(source + "".join(f'std::printf("%zu ", sizeof({name}));\n' for name in structs) + "}\n")
@@ -386,9 +387,6 @@ def test_reference_runs_the_python_twin() -> None:
     alone = dataclasses.replace(variant, functor=dataclasses.replace(variant.functor, twin=None))
     with pytest.raises(NotImplementedError, match="twin"):
         jaxinfer.attention(q, k, v, layout, plan, variant=alone, implementation="reference")
-
-
-# --- driver
 
 
 def test_selection_of_merge_follows_the_output_hole() -> None:

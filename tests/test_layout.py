@@ -120,9 +120,8 @@ def test_compose_takes_the_position_from_the_last_covering_layout() -> None:
     a = paged([0, 2], [0, 2], [0, 1], [3], page_size=2, num_tokens=3)
     only_second = paged([0, 0, 1], [0, 0, 1], [2], [0, 1], page_size=2, num_tokens=3)
     c = compose(a, only_second)
-    np.testing.assert_array_equal(
-        c.q_pos, [3, 2, 0]
-    )  # token 0: 3 + 1 tokens, the last; token 1: layout 0 alone
+    # Token 0: 3 + 1 tokens, the last; token 1: layout 0 alone.
+    np.testing.assert_array_equal(c.q_pos, [3, 2, 0])
     np.testing.assert_array_equal(c.kv_offset, [0, 0, 3])
 
 
@@ -271,6 +270,11 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         r"qo_indptr decreases at row 1: 3 then 2",
     ),
     (lambda: paged([0, 1], [1, 1], [0], [1], 4), ValueError, r"kv_indptr must start at 0, got 1"),
+    (
+        lambda: paged([0, 1, 2], [0, 2, 1], [0, 1], [1, 1], 4),
+        ValueError,
+        r"kv_indptr decreases at row 1: 2 then 1",
+    ),
     (lambda: paged([0, 1], [0, 1], [0], [-3], 4), ValueError, r"kv_len\[0\] = -3 is negative"),
     (
         lambda: paged([0, 1, 2], [0, 1, 3], [0, 1, 2], [4, 9], 4),

@@ -95,9 +95,7 @@ def test_seeds_reproduce_beside_other_requests() -> None:
     sampling = Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=42)
     prompt = "Once upon a time"
     (alone,) = generator(None).generate([prompt], max_tokens=16, sampling=sampling)
-    mates = [
-        generator(None).submit(p, max_tokens=8, sampling=Sampling(1.0, seed=i))
-        for i, p in enumerate(prompts()[:3])
-    ]
+    for i, mate in enumerate(prompts()[:3]):
+        generator(None).submit(mate, max_tokens=8, sampling=Sampling(1.0, seed=i))
     (beside,) = generator(None).generate([prompt], max_tokens=16, sampling=sampling)
-    assert beside == alone and len(mates) == 3
+    assert beside == alone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,6 @@ def test_merges_digits_and_specials() -> None:
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
 @given(text=st.text())
 def test_text_round_trip(pre: str, text: str) -> None:
-    import unicodedata
-
     tokenizer = make(**{"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
     want = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
     assert tokenizer.decode(tokenizer.encode(text)) == want.replace("<|begin|>", "").replace("<|end|>", "")
@@ -62,7 +62,7 @@ def test_chat_template() -> None:
 
 
 def test_chat_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxinfer\[models\]'"):
         make().chat([{"role": "user", "content": "x"}])
 

@@ -196,6 +196,7 @@ def test_number_of_pieces_is_the_quotient_rounded_up(chunk: int) -> None:
         pieces = sorted((int(i["kv_begin"]), int(i["kv_end"])) for i in view.items())
         assert pieces == [(b, min(b + chunk, kv_len)) for b in range(0, kv_len, chunk)]
         assert view.num_slots == (len(pieces) if len(pieces) > 1 else 0)
+        assert view.num_merge == (len(pieces) > 1)
 
 
 def test_a_tile_has_at_most_34_pieces() -> None:

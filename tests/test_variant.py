@@ -37,6 +37,8 @@ def test_each_row_starts_on_a_byte() -> None:
     np.testing.assert_array_equal(indptr, [0, 1, 1, 3])
     np.testing.assert_array_equal(bits, [0b111, 0b01000001, 0, 0, 0, 0])
     np.testing.assert_array_equal(pack_masks(masks, layout)[0], bits[:3])
+    with pytest.raises(ValueError, match=r"masks\[2\] has shape \(2, 4\), .*\(2, 5\)"):
+        pack_masks([*masks[:2], np.ones((2, 4), bool)], layout)
     empty, indptr = pack_masks([], ragged([0], [0]))
     assert empty.shape == (0,) and indptr.tolist() == [0]
 
@@ -88,6 +90,16 @@ def test_masks_of_composed_layouts_are_refused() -> None:
         ({"logits_soft_cap": -1.0}, ValueError, r"logits_soft_cap must be a positive finite number"),
         ({"logits_soft_cap": float("nan")}, ValueError, r"logits_soft_cap must be a positive .* got nan"),
         ({"logits_soft_cap": float("inf")}, ValueError, r"logits_soft_cap must be a positive .* got inf"),
+        (
+            {"logits_soft_cap": 1e39},
+            ValueError,
+            r"logits_soft_cap must be from 2\*\*-126 to 2\*\*100 .*1e\+39",
+        ),
+        (
+            {"logits_soft_cap": 1e-39},
+            ValueError,
+            r"logits_soft_cap must be from 2\*\*-126 to 2\*\*100 .*1e-39",
+        ),
         ({"logits_soft_cap": True}, ValueError, r"logits_soft_cap must be a number, .* got True"),
         ({"logits_soft_cap": jnp.float32(2)}, TypeError, r"logits_soft_cap is static"),
         ({"causal": 1}, ValueError, r"causal must be a bool, got 1"),
