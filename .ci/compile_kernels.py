@@ -75,6 +75,9 @@ def jit(name: str) -> types.ModuleType:
     return importlib.import_module(f"jaxinfer.jit.{name}")
 
 
+RULES = jit("spec").RULES
+
+
 def expand(line: str) -> list[tuple[str, str]]:
     """(spec, architecture) of one line of the list: `kernel key=a,b key=c ...`, every combination of the values.
 
@@ -101,7 +104,7 @@ def expand(line: str) -> list[tuple[str, str]]:
                 if words[0] == "merge":
                     fields["head_dim_qk"] = 0
             elif key == "rules":
-                fields[key] = sum(jit("spec").RULES[rule] for rule in value.split("+") if rule != "0")
+                fields[key] = sum(RULES[rule] for rule in value.split("+") if rule != "0")
             elif key == "holes":
                 pointers = tuple((name, "float") for name in ("slopes", "bias", "scales"))
                 scalars = (("strength", "float"), ("keep", "int"))
@@ -159,8 +162,7 @@ def compile_one(job: tuple[str, str]) -> tuple[str, str, str]:
         # V for each part of a first block, too, and without a soft cap those of the second block once more.
         values = range(block, 0, -32) if spec.tile == 128 and block % 32 == 0 else [block]
         expected = 2 * (spec.head_dim_qk + sum(values)) // 16
-        rules = jit("spec").RULES
-        caps = rules["softmax"] | rules["logits_soft_cap"]
+        caps = RULES["softmax"] | RULES["logits_soft_cap"]
         if len(values) > 1 and spec.rules & caps != caps:
             expected += (spec.head_dim_qk + block) // 16
         if found != expected:
