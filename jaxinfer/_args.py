@@ -6,6 +6,7 @@ Only conversions and checks with their messages live here; what the numbers mean
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,6 +37,18 @@ def check_array(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an array, got {type(value).__name__}")
 
 
+def host(name: str, value: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    """`value` as a numpy array: a host array, a number, or lists of them."""
+    try:
+        return np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError(
+            f"{name} is a {type(value).__name__} that holds traced values; give one array (jnp.stack of them)"
+        ) from None
+    except ValueError as error:  # a list of lists of different lengths
+        raise ValueError(f"{name} must be an array: {error}") from None
+
+
 def ints(name: str, value: Any, ndim: int) -> Array:
     """`value` as int32 of rank `ndim`: a private numpy copy of host values, jnp of traced ones.
 
@@ -51,10 +64,7 @@ def ints(name: str, value: Any, ndim: int) -> Array:
             least = 0 if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else -INT32_MAX - 1
             value = jnp.clip(value, least, INT32_MAX)
         return jnp.asarray(value, jnp.int32)
-    try:
-        arr = np.asarray(value)
-    except ValueError as error:  # a list of lists of different lengths
-        raise ValueError(f"{name} must have {ndim} dimension(s): {error}") from None
+    arr = host(name, value)
     if arr.ndim != ndim:
         came = f"shape {arr.shape}" if arr.ndim else repr(value)
         raise ValueError(f"{name} must have {ndim} dimension(s), got {came}")
@@ -108,6 +118,32 @@ def static_int(name: str, value: Any, least: int = 0) -> int:
     if number > INT32_MAX:
         raise ValueError(f"{name} must be at most {INT32_MAX}, got {number}")
     return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a Python bool; numbers and traced values are none."""
+    if isinstance(value, jax.Array):
+        raise TypeError(f"{name} is static and must be a Python bool, got a jax.Array")
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} must be a bool, got {value!r}")
+    return bool(value)
+
+
+def real(name: str, value: Any) -> float:
+    """A number as a Python float."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{name} must be finite in float32, got an int of {value.bit_length()} bits"
+        ) from None
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    """`value` if it is one of the names `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    return value
 
 
 def positive(name: str, value: Any) -> int:

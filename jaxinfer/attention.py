@@ -89,9 +89,10 @@ def attention(
         raise TypeError("sm_scale is static and must be a Python float, got a jax.Array")
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float, np.integer, np.floating)):
         raise TypeError(f"sm_scale must be a Python float, got {sm_scale!r}")
-    sm_scale = float(sm_scale)
+    sm_scale = _args.real("sm_scale", sm_scale)
     if not abs(sm_scale) <= FLOAT32_MAX:
         raise ValueError(f"sm_scale must be finite in float32, got {sm_scale}")
+    return_lse = _args.flag("return_lse", return_lse)
     if return_lse and not variant.softmax:
         raise ValueError(
             "return_lse=True needs softmax: without it (Variant(softmax=False)) lse is not defined"
@@ -213,8 +214,9 @@ attention_p = make_primitive(
 
 
 def _check_implementation(implementation: str | None) -> None:
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
+        return
+    raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
 def _check_operands(
@@ -287,8 +289,7 @@ def num_heads(k: jax.Array, kv_layout: str, contiguous: bool) -> int:
 
 
 def check_kv_layout(kv_layout: str) -> None:
-    if kv_layout not in KV_LAYOUTS:
-        raise ValueError(f"kv_layout must be one of {KV_LAYOUTS}, got {kv_layout!r}")
+    _args.one_of("kv_layout", kv_layout, KV_LAYOUTS)
 
 
 def check_layer(layer: jax.Array | int | None) -> None:

@@ -73,14 +73,15 @@ def append_kv(
             f"{k_pages.dtype}{list(k_pages.shape)} and {v_pages.dtype}{list(v_pages.shape)}"
         )
     num_slots = k_pages.shape[-4] * k_pages.shape[-3 if kv_layout == "NHD" else -2]
-    if num_slots > _args.INT32_MAX:
+    known = isinstance(num_slots, int)  # jax.export may leave the size of a pool open
+    if known and num_slots > _args.INT32_MAX:
         raise ValueError(f"a pool may have at most {_args.INT32_MAX} slots (int32), got {num_slots}")
     if not (k.shape[0] == v.shape[0]):
         raise ValueError(f"k and v must have the same num_tokens, got {k.shape[0]} and {v.shape[0]}")
     slots = _args.ints("slots", slots, 1)
     if slots.shape[0] != k.shape[0]:
         raise ValueError(f"slots must have k's num_tokens {k.shape[0]}, got {slots.shape[0]}")
-    if isinstance(slots, np.ndarray):
+    if isinstance(slots, np.ndarray) and known:
         used = np.sort(slots[(slots >= 0) & (slots < num_slots)])
         twice = used[:-1][used[1:] == used[:-1]]
         if twice.size:

@@ -219,7 +219,7 @@ def from_block_mask(
         raise TypeError(
             "mask: from_block_mask needs a host array (numpy.asarray outside jit), got a jax.Array"
         )
-    m = np.asarray(mask)
+    m = _args.host("mask", mask)
     if m.ndim != 2 or m.dtype != np.bool_:
         raise ValueError(f"mask must be bool [block rows, block cols], got {m.dtype} of shape {m.shape}")
     block_rows = _args.positive("block_rows", block_rows)
@@ -282,7 +282,7 @@ def compose(*layouts: BlockSparse) -> BlockSparse:
     for i, a in enumerate(layouts):
         if not isinstance(a, BlockSparse):
             raise TypeError(f"layout {i} must be a BlockSparse, got {type(a).__name__}")
-        for name in ("page_size", "contiguous", "num_tokens"):
+        for name in ("contiguous", "page_size", "num_tokens"):
             if getattr(a, name) != getattr(first, name):
                 raise ValueError(
                     f"layout {i} has {name} {getattr(a, name)}, layout 0 has {getattr(first, name)}"

@@ -7,7 +7,7 @@ ids and no heads: one plan serves every layer of a step that clips alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from . import _native
-from ._args import positive, static_int
+from ._args import one_of, positive, static_int
 from .jit import render, select
 from .jit.spec import ELEMENT_SIZE
 from .layout import BlockSparse
@@ -155,7 +155,7 @@ def plan(
         raise TypeError(f"variant must be a jaxinfer.Variant, got {type(variant).__name__}")
     arrays = host_arrays(layout)
     dtype_key: Any = dtype  # hashable: a name, a scalar type or a numpy dtype
-    spec, planner = _static_plan(
+    facts = (
         layout.num_tokens,
         layout.num_rows,
         layout.num_layouts,
@@ -180,6 +180,12 @@ def plan(
         split_tokens,
         batch_invariant,
     )
+    make: Callable[..., tuple[PlanSpec, Any]] = _static_plan
+    try:
+        hash(facts)
+    except TypeError:  # a list, a jax.Array: nothing to look up, and the checks say which argument it is
+        make = _static_plan.__wrapped__
+    spec, planner = make(*facts)
     if num_pages is not None:
         num_pages = static_int("num_pages", num_pages)
     data = np.empty(spec.num_words, np.int32)
@@ -409,7 +415,7 @@ def _check_dtype(dtype: Any, on_gpu: bool) -> str:
         return "bfloat16" if on_gpu else "float32"
     try:
         name = str(np.dtype(dtype).name)
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(f"dtype must be one of {', '.join(ELEMENT_SIZE)}, got {dtype!r}") from None
     if name not in ELEMENT_SIZE:
         raise NotImplementedError(f"dtype {name}; supported: {', '.join(ELEMENT_SIZE)}")
@@ -420,8 +426,7 @@ def _check_cuts(schedule: str, split_tokens: int | None, batch_invariant: bool) 
     """split_tokens, or its default."""
     if not isinstance(batch_invariant, (bool, np.bool_)):
         raise TypeError(f"batch_invariant must be a bool, got {batch_invariant!r}")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
+    one_of("schedule", schedule, SCHEDULES)
     if split_tokens is None:
         return SPLIT_TOKENS
     if positive("split_tokens", split_tokens) % 16 != 0:

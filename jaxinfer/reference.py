@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer import _args
 from jaxinfer._args import INT32_MAX, Array
 from jaxinfer.layout import BlockSparse
 from jaxinfer.state import AttentionState
@@ -182,7 +183,7 @@ def append_kv(
     offset_axis = _offset_axis(kv_layout)
     axis = 0 if layer is None else 1
     num_pages, page_size = k_pages.shape[axis], k_pages.shape[axis + offset_axis]
-    slots = jnp.asarray(slots)
+    slots = jnp.asarray(_args.ints("slots", slots, 1))
     ok = (slots >= 0) & (slots < num_pages * page_size)
     lead: tuple[Any, ...] = ()
     if layer is not None:
@@ -192,6 +193,10 @@ def append_kv(
     order = jnp.argsort(~ok, stable=True)  # tokens to write first
 
     def write(pool: Array, rows: Array) -> jax.Array:
+        if rows.shape[0] != slots.shape[0]:
+            raise ValueError(
+                f"slots must have one entry for each of {rows.shape[0]} tokens, got {slots.shape[0]}"
+            )
         if pool.dtype != rows.dtype:
             raise ValueError(f"the pool is {pool.dtype}, the new rows are {rows.dtype}")
         if rows.size == 0:
@@ -202,7 +207,9 @@ def append_kv(
         def step(i: Any, pool: Any) -> Any:
             t = order[i]
             page, offset = slots[t] // page_size, slots[t] % page_size
-            at = (*lead, page, offset, 0, 0) if offset_axis == 1 else (*lead, page, 0, offset, 0)
+            # One dtype for all: with jax_enable_x64 a Python 0 is int64, and slots are int32.
+            zero = jnp.zeros_like(page)
+            at = (*lead, page, offset, zero, zero) if offset_axis == 1 else (*lead, page, zero, offset, zero)
             new = rows[t][None] if offset_axis == 1 else rows[t][:, None]
             return lax.dynamic_update_slice(pool, new.reshape((1,) * len(at[:-3]) + new.shape), at)
 
@@ -214,8 +221,7 @@ def append_kv(
 
 def _offset_axis(kv_layout: str) -> int:
     """Axis of the offset in a page, counted from the page axis."""
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
+    _args.one_of("kv_layout", kv_layout, ("NHD", "HND"))
     return 1 if kv_layout == "NHD" else 2
 
 

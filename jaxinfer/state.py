@@ -59,6 +59,10 @@ def merge_many(states: Sequence[AttentionState]) -> AttentionState:
     """
     if isinstance(states, AttentionState):
         raise TypeError("states must be a sequence of states, got one AttentionState")
+    try:
+        states = tuple(states)
+    except TypeError:
+        raise TypeError(f"states must be a sequence of AttentionState, got {type(states).__name__}") from None
     if not states:
         raise ValueError("merge_many needs at least one state")
     for i, s in enumerate(states):
@@ -69,6 +73,11 @@ def merge_many(states: Sequence[AttentionState]) -> AttentionState:
             )
         check_array(f"o of state {i}", s.o)
         check_array(f"lse of state {i}", s.lse)
+        if s.o.ndim == 0 or not jnp.issubdtype(s.o.dtype, jnp.floating):
+            raise ValueError(
+                f"o of state {i} must be floating, [num_tokens, num_qo_heads, head_dim_vo], "
+                f"got {s.o.dtype}{list(s.o.shape)}"
+            )
         if s.o.shape != states[0].o.shape or s.o.dtype != states[0].o.dtype:
             raise ValueError(
                 f"state {i} has o {s.o.dtype}{list(s.o.shape)}, "
@@ -100,9 +109,16 @@ def _merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tu
 
 def lse_to_log2(lse: Array) -> jax.Array:
     """Natural-log LSE, as jaxinfer returns it, to base 2, as some other kernels do; float32, -inf stays."""
-    return jnp.multiply(jnp.asarray(lse, jnp.float32), jnp.float32(_LOG2_E))
+    return jnp.multiply(_lse(lse), jnp.float32(_LOG2_E))
 
 
 def lse_from_log2(lse: Array) -> jax.Array:
     """Base-2 LSE to the natural log that `merge` expects; float32, -inf stays."""
-    return jnp.multiply(jnp.asarray(lse, jnp.float32), jnp.float32(math.log(2.0)))
+    return jnp.multiply(_lse(lse), jnp.float32(math.log(2.0)))
+
+
+def _lse(lse: Array) -> jax.Array:
+    try:
+        return jnp.asarray(lse, jnp.float32)
+    except (TypeError, ValueError):
+        raise TypeError(f"lse must be an array of numbers, got {type(lse).__name__}") from None

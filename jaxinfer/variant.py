@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer import _args
 from jaxinfer._args import INT32_MAX, Array, all_host, static_int
 from jaxinfer.jit.functor import Functor, from_cuda
 from jaxinfer.layout import BlockSparse
@@ -56,8 +57,8 @@ class Variant:
         # Runs again when jax rebuilds the pytree, then with whatever leaves it likes: only static fields are
         # checked here, arrays where they are used (`check_operands`).
         normalised = {
-            "causal": _flag("causal", self.causal),
-            "softmax": _flag("softmax", self.softmax),
+            "causal": _args.flag("causal", self.causal),
+            "softmax": _args.flag("softmax", self.softmax),
             "window_left": _window("window_left", self.window_left),
             "window_right": _window("window_right", self.window_right),
             "logits_soft_cap": _soft_cap(self.logits_soft_cap),
@@ -67,14 +68,21 @@ class Variant:
         if (self.mask_bits is None) != (self.mask_indptr is None):
             missing = "mask_bits" if self.mask_bits is None else "mask_indptr"
             raise ValueError(f"mask_bits and mask_indptr go together; {missing} is missing")
+        if self.functor is not None and not isinstance(self.functor, Functor):
+            raise TypeError(f"functor is filled by Variant.from_cuda, got {type(self.functor).__name__}")
 
     def check_operands(self, layout: BlockSparse) -> None:
         """Checks shapes and dtypes of the array fields against the layout they will be used with.
 
         Raises:
-          ValueError: wrong dtype, rank, or not one mask_indptr entry per BSR row and one more.
+          ValueError: wrong dtype, rank, not one mask_indptr entry per BSR row and one more, or operands that
+            no functor reads.
           NotImplementedError: a custom mask with a composed layout.
         """
+        if self.functor is None and self.operands:
+            raise ValueError(
+                f"operands holds {len(self.operands)} array(s) that no functor reads; Variant.from_cuda fills both"
+            )
         if self.mask_bits is None or self.mask_indptr is None:
             return
         if layout.num_layouts > 1:
@@ -134,7 +142,7 @@ def pack_masks(
         raise ValueError(f"masks has {len(masks)} entries, the layout has {layout.num_rows} rows")
     packed = []
     for r, mask in enumerate(masks):
-        m = np.asarray(mask)
+        m = _args.host(f"masks[{r}]", mask)
         want = (int(layout.q_len[r]), int(layout.kv_len[r]))
         if m.shape != want:
             raise ValueError(f"masks[{r}] has shape {m.shape}, its row needs [q_len, kv_len] = {want}")
@@ -150,14 +158,6 @@ def pack_masks(
     if packed:
         bits[:size] = np.concatenate(packed)
     return bits, ends.astype(np.int32)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, jax.Array):
-        raise TypeError(f"{name} is static and must be a Python bool, got a jax.Array")
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name} must be a bool, got {value!r}")
-    return bool(value)
 
 
 def _window(name: str, value: Any) -> int | None:
@@ -177,7 +177,7 @@ def _soft_cap(value: Any) -> float | None:
         raise TypeError("logits_soft_cap is static and must be a Python float, got a jax.Array")
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ValueError(f"logits_soft_cap must be a number, or None for off; got {value!r}")
-    number = float(value)
+    number = _args.real("logits_soft_cap", value)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"logits_soft_cap must be a positive finite number, or None for off; got {number}")
     # Kernels multiply by the cap and by its reciprocal in float32: neither may be subnormal, nor may ordinary logits

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from backend import assert_close
 from batches import ABSURD
+from jax import export
 
 import jaxinfer
 from jaxinfer import reference
@@ -250,3 +251,31 @@ def test_traced_64_bit_integers_do_not_wrap_around() -> None:
         assert not jax.jit(jaxinfer.append_kv)(pool, pool, x, x, slots, layer=layer + 2**32)[0].any()
         layout = jax.jit(lambda ids: jaxinfer.paged([0, 1], [0, 2], ids, [8], 4))(jnp.array([1, 2**32 + 2]))
         assert layout.kv_indices.dtype == jnp.int32 and int(jaxinfer.check(layout, 6)) == 1
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("slots_dtype", [np.int32, np.int64])
+def test_the_reference_appends_in_64_bit_mode(kv_layout: str, slots_dtype: Any) -> None:
+    shape = (2, 6, 4, 2, 16) if kv_layout == "NHD" else (2, 6, 2, 4, 16)
+    pool, x, slots = np.zeros(shape, np.float32), np.ones((3, 2, 16), np.float32), np.array([3, -1, 23])
+    want = jaxinfer.append_kv(pool, pool, x, x, slots, layer=1, kv_layout=kv_layout)
+    with jax.enable_x64(True):
+        append = functools.partial(reference.append_kv, layer=1, kv_layout=kv_layout)
+        for run in (append, jax.jit(append)):
+            got = run(pool, pool, x, x, slots.astype(slots_dtype))
+            assert all((a == b).all() and a.dtype == np.float32 for a, b in zip(got, want, strict=True))
+
+
+def test_a_program_for_pools_of_any_size() -> None:
+    (size,) = export.symbolic_shape("num_pages")
+    any_pool = jax.ShapeDtypeStruct((size, 4, 2, 16), np.float32)
+    x, checks = jnp.ones((3, 2, 16)), [export.DisabledSafetyCheck.custom_call("jaxinfer_append")]
+    for slots in (np.array([5, 2, -1], np.int32), None):  # on the host, and traced
+        append = lambda k, v, s, host=slots: jaxinfer.append_kv(k, v, x, x, s if host is None else host)  # noqa: E731
+        program = export.export(jax.jit(append), disabled_checks=checks)(
+            any_pool, any_pool, np.zeros(3, np.int32)
+        )
+        for num_pages in (2, 7):
+            pool, given = jnp.zeros((num_pages, 4, 2, 16)), np.array([5, 2, 4 * num_pages], np.int32)
+            k, _ = program.call(pool, pool, given)
+            assert k.sum() == 2 * 2 * 16 and (k[1, 1] == 1).all() and (k[0, 2] == 1).all()

@@ -336,7 +336,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: from_block_table([[0], [0, 1]], [1, 1], [0, 1, 2], 4),
         ValueError,
-        r"block_table must have 2 dimension\(s\): .*inhomogeneous",
+        r"block_table must be an array: .*inhomogeneous",
     ),
     (
         lambda: paged([0, 1, 2], [0, 1, 3], [0, 1, 7], [4, 5], 4, num_pages=7),

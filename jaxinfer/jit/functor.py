@@ -160,12 +160,14 @@ def from_cuda(
 
     if not isinstance(source, str):
         raise TypeError(f"source must be CUDA text, got {type(source).__name__}")
+    if params is not None and not isinstance(params, Mapping):
+        raise TypeError(f"params must be a mapping from names to values, got {type(params).__name__}")
     pointers: list[tuple[str, str]] = []
     scalars: list[tuple[str, str]] = []
     arrays: list[Any] = []
     values: list[float | int] = []
     for name, value in (params or {}).items():
-        if not _NAME.match(name):
+        if not isinstance(name, str) or not _NAME.match(name):
             raise ValueError(f"params: {name!r} is not a name that CUDA text can use")
         if isinstance(value, (bool, np.bool_)):
             raise ValueError(f"params[{name!r}] is a bool; pass 0 or 1")
