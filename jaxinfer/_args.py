@@ -103,16 +103,21 @@ def lengths(name: str, value: Any) -> Array:
     return arr
 
 
-def static_int(name: str, value: Any, least: int = 0) -> int:
-    """`value` as a Python int >= least; bools and traced values are no static ints."""
+def index(name: str, value: Any) -> int:
+    """`value` as a Python int of any size; bools, floats and traced values are no static ints."""
     if isinstance(value, jax.Array):
         raise TypeError(f"{name} is static and must be a Python int, got a jax.Array")
     if isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} must be an int, got {value!r}")
     try:
-        number = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
+
+
+def static_int(name: str, value: Any, least: int = 0) -> int:
+    """`value` as a Python int in [least, INT32_MAX]."""
+    number = index(name, value)
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     if number > INT32_MAX:

@@ -80,7 +80,7 @@ def attention(
     variant = Variant() if variant is None else variant
     if not isinstance(variant, Variant):
         raise TypeError(f"variant must be a jaxinfer.Variant, got {type(variant).__name__}")
-    _check_implementation(implementation)
+    check_implementation(implementation)
     _check_operands(q, k, v, layout, layer, kv_layout)
     _check_layout(layout)
     if sm_scale is None:
@@ -213,7 +213,7 @@ attention_p = make_primitive(
 )
 
 
-def _check_implementation(implementation: str | None) -> None:
+def check_implementation(implementation: str | None) -> None:
     if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         return
     raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")

@@ -242,6 +242,19 @@ def test_default_sizes() -> None:
             r"max_seq_len: got 33, expected \[1, 32\] \(model context 64, pool 32 tokens\)",
         ),
         (lambda g: Generator(tiny_model(), dtype=np.float16), "dtype: got float16"),
+        (lambda g: Generator(tiny_model(), num_pages=0), "num_pages: got 0, expected at least 1"),
+        (lambda g: Generator(tiny_model(), max_batch="2"), "max_batch must be an int, got '2'"),
+        (lambda g: Generator(tiny_model(), max_batch=True), "max_batch must be an int, got True"),
+        (lambda g: Generator(tiny_model(), page_size=1.5), "page_size must be an int, got 1.5"),
+        (lambda g: Generator(tiny_model(), max_seq_len=8.0), "max_seq_len must be an int, got 8.0"),
+        (lambda g: Generator(tiny_model(), chunk_tokens=[9]), "chunk_tokens must be an int, got"),
+        (lambda g: Generator(tiny_model(), implementation="x"), "implementation must be None or one of"),
+        (lambda g: g.submit([3], max_tokens=2.5), "max_tokens must be an int, got 2.5"),
+        (lambda g: g.submit([3], max_tokens=None), "max_tokens must be an int, got None"),
+        (lambda g: Sampling(temperature="1"), "temperature: got '1', expected a number, or None"),
+        (lambda g: Sampling(top_p=True), "top_p: got True, expected a number, or None"),
+        (lambda g: Sampling(top_k=2.5), "top_k must be an int, got 2.5"),
+        (lambda g: Sampling(seed=1.5), "seed must be an int, got 1.5"),
         (lambda g: Sampling(temperature=0.0), "temperature: got 0.0"),
         (lambda g: Sampling(temperature=float("nan")), "temperature: got nan"),
         (lambda g: Sampling(top_k=0), "top_k: got 0"),
@@ -266,6 +279,11 @@ def test_refusals(call: Any, message: str) -> None:
     ("call", "message"),
     [
         (lambda g: g.generate("text"), r"prompts must be a list of prompts, got one str; .*\[prompt\]"),
+        (lambda g: g.generate(None), "prompts must be a list of prompts, got one NoneType"),
+        (lambda g: g.submit(b"abc"), "prompt must be text, tokens, .* got bytes"),
+        (lambda g: g.submit([3, 1.5]), r"prompt must be text, tokens, .* got \[3, 1.5\]"),
+        (lambda g: g.submit([[3], [4]]), "prompt must be text, tokens, or a list of chat messages"),
+        (lambda g: Generator(None), "model must be a Model, as load_model gives, got NoneType"),
         (lambda g: g.generate([3]), "prompt must be text, tokens, or a list of chat messages, got int"),
         (lambda g: g.submit({"role": "user", "content": ""}), "a list of chat messages, got dict"),
         (lambda g: g.submit([3], sampling={"seed": 1}), "sampling must be .*Sampling, got dict"),
@@ -281,6 +299,43 @@ def test_a_refused_prompt_takes_the_others_with_it() -> None:
     with pytest.raises(ValueError, match="prompt: got 0 tokens"):
         generator.generate([[3, 4], [5], []], max_tokens=2)
     assert_idle(generator)
+
+
+def test_an_interrupted_step_leaves_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = shared_generator()
+    (want,) = generator.generate([[3, 4]], max_tokens=2)
+    step, calls = generator.step, iter(range(3))
+
+    def interrupted() -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(generator, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate([[3, 4], [5] * 9, [6]], max_tokens=9)
+    monkeypatch.undo()
+    assert_idle(generator)
+    assert generator.generate([[3, 4]], max_tokens=2) == [want]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_numpy_rank_promotion", "raise"),
+        ("jax_enable_x64", True),
+    ],
+)
+def test_texts_under_strict_settings_of_jax(name: str, value: Any) -> None:
+    prompts, sampling = [[3, 4], [5]], Sampling(temperature=0.9, top_k=9, top_p=0.9)
+    want = shared_generator().generate(prompts, max_tokens=2, sampling=sampling)
+    before = getattr(jax.config, name)
+    try:
+        jax.config.update(name, value)
+        assert Generator(tiny_model(), **SIZES).generate(prompts, max_tokens=2, sampling=sampling) == want
+    finally:
+        jax.config.update(name, before)
 
 
 def no_tokenizer() -> Model:

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from jaxinfer.models.sampling import Sampling, SamplingRows, _passes, sample
@@ -90,3 +91,17 @@ def test_draws_differ_by_seed_and_index() -> None:
     by_seed = sample(logits, SamplingRows.build(n, 1000, [(i, Sampling(1.0, seed=i), 1) for i in range(n)]))
     assert len(set(by_index.tolist())) > n * 0.9 and len(set(by_seed.tolist())) > n * 0.9
     assert by_index[1] == by_seed[1]  # seed 1, index 1 in both
+
+
+@pytest.mark.parametrize("temperature", [1e-50, 1e-40, 2e-38, 1e-30, 1e-6])
+@pytest.mark.parametrize("best", [0, 2, 3])
+def test_tiny_temperatures_take_the_most_likely_token(temperature: float, best: int) -> None:
+    logits = np.array([[7.0, 5.0, 9.5, 10.0]], np.float32)
+    logits[0, best] = 10.5
+    rows = SamplingRows.build(1, 4, [(0, Sampling(temperature=temperature, seed=best), 0)])
+    assert sample(jnp.asarray(logits), rows).tolist() == [best]
+
+
+def test_huge_temperatures_are_finite() -> None:
+    rows = SamplingRows.build(50, 3, [(i, Sampling(temperature=1e300, seed=i), 0) for i in range(50)])
+    assert set(sample(jnp.tile(jnp.array([[-9.0, 9.0, 0.0]]), (50, 1)), rows).tolist()) == {0, 1, 2}

@@ -8,7 +8,8 @@ requests are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxinfer
+from jaxinfer import _args
+from jaxinfer.attention import check_implementation
 from jaxinfer.models.llama import forward, logits, make_plans, new_pools
 from jaxinfer.models.model import Model
 from jaxinfer.models.params import Params, check_dtype
@@ -72,9 +75,14 @@ class Generator:
         dtype: Any = None,
         implementation: str | None = None,
     ) -> None:
+        if not isinstance(model, Model):
+            raise TypeError(f"model must be a Model, as load_model gives, got {type(model).__name__}")
+        check_implementation(implementation)
         config = model.config
-        for name, value in (("page_size", page_size), ("max_batch", max_batch)):
-            if value < 1:
+        sizes = {"page_size": page_size, "max_batch": max_batch, "chunk_tokens": chunk_tokens}
+        optional = {"num_pages": num_pages, "max_seq_len": max_seq_len}
+        for name, value in (sizes | {n: v for n, v in optional.items() if v is not None}).items():
+            if _args.index(name, value) < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
         if num_pages is None:
             num_pages = max_batch * -(-min(config.max_position, 1024) // page_size)
@@ -138,7 +146,7 @@ class Generator:
         for token in tokens:
             if not 0 <= token < vocab:
                 raise ValueError(f"prompt: got token {token}, expected [0, {vocab})")
-        if max_tokens < 1:
+        if _args.index("max_tokens", max_tokens) < 1:
             raise ValueError(f"max_tokens: got {max_tokens}, expected at least 1")
         request = Request(
             id=self._next_id,
@@ -173,12 +181,18 @@ class Generator:
             if tokenizer is None:
                 raise ValueError("prompt: got text, but this model has no tokenizer; give tokens")
             return tokenizer.encode(prompt)
-        if not isinstance(prompt, (Sequence, np.ndarray)):
+        if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
             raise TypeError(
                 f"prompt must be text, tokens, or a list of chat messages, got {type(prompt).__name__}"
             )
-        messages = [part for part in prompt if isinstance(part, Mapping)]
-        tokens = [int(part) for part in prompt if not isinstance(part, Mapping)]
+        parts: Sequence[Any] = prompt
+        messages = [part for part in parts if isinstance(part, Mapping)]
+        try:
+            tokens = [operator.index(part) for part in parts if not isinstance(part, Mapping)]
+        except TypeError:
+            raise TypeError(
+                f"prompt must be text, tokens, or a list of chat messages, got {prompt!r}"
+            ) from None
         if messages and tokens:
             raise ValueError("prompt: got tokens and chat messages in one list, expected one kind")
         if messages and tokenizer is None:
@@ -212,9 +226,11 @@ class Generator:
         ignore_eos: bool = False,
     ) -> list[Completion]:
         """Submits all prompts and waits; results in order of the prompts. Arguments as in `submit`; where one of
-        the prompts is refused, none is left queued.
+        the prompts is refused, or a step is interrupted, none is left queued.
         """
-        if isinstance(prompts, (str, Mapping)):  # text is a sequence of texts, of one letter each
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(
+            prompts, Iterable
+        ):  # text is a sequence of texts, of one letter each
             raise TypeError(
                 f"prompts must be a list of prompts, got one {type(prompts).__name__}; for one prompt give [prompt]"
             )
@@ -224,14 +240,15 @@ class Generator:
                 ids.append(
                     self.submit(prompt, max_tokens=max_tokens, sampling=sampling, ignore_eos=ignore_eos)
                 )
+            events: dict[int, list[Event]] = {i: [] for i in ids}
+            for event in self.stream():
+                if event.request_id in events:
+                    events[event.request_id].append(event)
         except BaseException:
             for i in ids:
-                self.cancel(i)
+                if i in self._requests:  # not finished
+                    self.cancel(i)
             raise
-        events: dict[int, list[Event]] = {i: [] for i in ids}
-        for event in self.stream():
-            if event.request_id in events:
-                events[event.request_id].append(event)
         done = []
         for i in ids:
             reason = events[i][-1].finish_reason

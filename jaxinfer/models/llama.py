@@ -142,7 +142,7 @@ def _rms_norm(
 ) -> Float[Array, "tokens hidden"]:
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return y.astype(x.dtype) * weight
+    return y.astype(x.dtype) * weight[None]
 
 
 def _dot(x: Float[Array, "tokens ins"], w: Float[Array, "outs ins"]) -> Float[Array, "tokens outs"]:
@@ -167,4 +167,4 @@ def _linear(
     x: Float[Array, "tokens ins"], w: Float[Array, "outs ins"], bias: Float[Array, " outs"] | None
 ) -> Float[Array, "tokens outs"]:
     y = _dot(x, w)
-    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+    return (y if bias is None else y + bias.astype(jnp.float32)[None]).astype(x.dtype)

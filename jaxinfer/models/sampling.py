@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer import _args
 from jaxinfer._args import Array
+
+_NORMAL = (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max))
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, (bool, np.bool_)) or not isinstance(
+                value, (int, float, np.integer, np.floating, type(None))
+            ):
+                raise ValueError(f"{name}: got {value!r}, expected a number, or None")
+        if self.top_k is not None:
+            _args.index("top_k", self.top_k)
+        _args.index("seed", self.seed)
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             raise ValueError(
                 f"temperature: got {self.temperature}, expected a finite number above 0, or None for greedy"
@@ -61,7 +73,10 @@ class SamplingRows:
         top_k, index = np.full(num_rows, vocab_size, np.int32), np.zeros(num_rows, np.int32)
         seed = np.zeros(num_rows, np.uint32)
         for row, sampling, generated in entries:
-            temperature[row] = 0.0 if sampling.temperature is None else sampling.temperature
+            # XLA takes subnormal numbers for 0, which stands for greedy rows.
+            temperature[row] = (
+                0.0 if sampling.temperature is None else np.clip(sampling.temperature, *_NORMAL)
+            )
             top_k[row] = vocab_size if sampling.top_k is None else min(sampling.top_k, vocab_size)
             top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
             seed[row], index[row] = sampling.seed, generated
@@ -75,7 +90,9 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
     def draw() -> jax.Array:
         hot = temperature > 0
-        scaled = logits / jnp.where(hot, temperature, 1.0)[:, None]
+        # The largest is 0 whatever it is divided by: a tiny temperature must not make ties of several infinities.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = below / jnp.where(hot, temperature, 1.0)[:, None]
         kept = jnp.where(_passes(scaled, rows), scaled, -jnp.inf)
         drawn = jax.vmap(_draw_row)(kept, jnp.asarray(rows.seed), jnp.asarray(rows.index))
         return jnp.where(hot, drawn, best)
@@ -90,7 +107,7 @@ def _passes(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     rank = jnp.where(bits >= sign, ~bits, bits | sign)  # unsigned integers in the order of the floats
-    kept = rank >= _reach(rank, jnp.ones_like(scaled), jnp.asarray(rows.top_k))[:, None]
+    kept = rank >= _reach(rank, jnp.ones_like(scaled), jnp.asarray(rows.top_k, jnp.float32))[:, None]
     mass = jnp.where(kept, jax.nn.softmax(scaled, axis=-1), 0.0)
     top_p = jnp.asarray(rows.top_p)
     nucleus = rank >= _reach(rank, mass, top_p * jnp.sum(mass, axis=-1))[:, None]
