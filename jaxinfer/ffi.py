@@ -26,6 +26,7 @@ except ImportError as error:
         "in which it was not installed. Run `python -m pip install -e .` there, or import jaxinfer from elsewhere."
     ) from error
 
+from ._mesh import vary, varying_axes
 from .jit.arch import arch_of
 from .jit.registry import load
 from .jit.select import append_kernels, attention_kernels
@@ -164,15 +165,8 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
     Inside `jax.shard_map` the results take the axes of q or of the pools, but they vary over an axis as soon as any
     operand does: queries that are equal on every device over KV tokens that are not, a fresh pool, a plan per device.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
-    axes: frozenset[Any] = frozenset().union(*varying)
-    return primitive.bind(  # type: ignore[no-any-return]
-        *(
-            jax.lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
-            for x, own in zip(operands, varying, strict=True)
-        ),
-        **params,
-    )
+    axes = varying_axes(*operands)
+    return primitive.bind(*(vary(x, axes) for x in operands), **params)  # type: ignore[no-any-return]
 
 
 def make_primitive(

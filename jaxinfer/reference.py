@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxinfer import _args
 from jaxinfer._args import INT32_MAX, Array
+from jaxinfer._mesh import vary, varying_axes
 from jaxinfer.layout import BlockSparse
 from jaxinfer.state import AttentionState
 from jaxinfer.variant import Variant
@@ -98,12 +99,14 @@ def _attention(
     q_pad = jnp.pad(jnp.asarray(q, jnp.float32), ((0, tile), (0, 0), (0, 0)))
     q_pad = q_pad.reshape(padded, *heads, head_dim)
     q_pos = jnp.pad(jnp.asarray(layout.q_pos), (0, tile))
+    axes = varying_axes(*jax.tree.leaves((q, k, v, layout, variant, scale, layer)))
     # Running softmax of every token: largest logit, sum of weights, weighted sum of V.
-    carry = (
+    carry: tuple[Any, ...] = (
         jnp.full((padded, *heads), -jnp.inf, jnp.float32),
         jnp.zeros((padded, *heads), jnp.float32),
         jnp.zeros((padded, *heads, pool.v.shape[-1]), jnp.float32),
     )
+    carry = tuple(vary(c, axes) for c in carry)
     q_starts, q_lens = jnp.asarray(layout.q_start), jnp.asarray(layout.q_len)
 
     def row_step(r: Any, carry: Any) -> Any:
@@ -147,7 +150,8 @@ def _attention(
         carry = lax.fori_loop(0, rows, row_step, carry)
     top, total, acc = (c[:num_tokens].reshape(num_tokens, num_qo_heads, *c.shape[3:]) for c in carry)
     if not variant.softmax:
-        return acc.astype(q.dtype)
+        weighted: jax.Array = acc.astype(q.dtype)
+        return weighted
     some = total != 0  # NaN, from a token that is seen, is no empty state
     o = jnp.where(some[..., None], acc / jnp.where(some, total, 1.0)[..., None], 0.0).astype(q.dtype)
     if not return_lse:
@@ -202,6 +206,7 @@ def append_kv(
         if rows.size == 0:
             return jnp.asarray(pool)
         rows = jnp.asarray(rows)
+        pool = vary(jnp.asarray(pool), varying_axes(pool, rows, *lead, ok, slots))
 
         # One slice at a time: a scatter of bfloat16 makes XLA's CPU backend convert the whole pool.
         def step(i: Any, pool: Any) -> Any:
@@ -213,7 +218,7 @@ def append_kv(
             new = rows[t][None] if offset_axis == 1 else rows[t][:, None]
             return lax.dynamic_update_slice(pool, new.reshape((1,) * len(at[:-3]) + new.shape), at)
 
-        out: jax.Array = lax.fori_loop(0, jnp.sum(ok), step, jnp.asarray(pool))
+        out: jax.Array = lax.fori_loop(0, jnp.sum(ok), step, pool)
         return out
 
     return write(k_pages, k), write(v_pages, v)

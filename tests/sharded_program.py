@@ -1,10 +1,12 @@
 """Run by test_transforms.py with two host devices: shard_map over heads and over KV, and explicit sharding.
 
-Prints the name of each part that passed.
+Prints the name of each part that passed, with and without the reference in the kernels' place.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,8 +43,14 @@ def inputs(*pool: int) -> Any:
     return q, k, v
 
 
-def attention(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
-    return jaxinfer.attention(q, k, v, layout, plan, variant=CAUSAL, return_lse=True)
+def attention(q: Any, k: Any, v: Any, layout: Any, plan: Any, implementation: str | None = None) -> Any:
+    return jaxinfer.attention(
+        q, k, v, layout, plan, variant=CAUSAL, return_lse=True, implementation=implementation
+    )
+
+
+def append_of(implementation: str | None) -> Callable[..., Any]:
+    return jaxinfer.append_kv if implementation is None else jaxinfer.reference.append_kv
 
 
 def varying(x: Any) -> Any:
@@ -50,13 +58,13 @@ def varying(x: Any) -> Any:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def heads_sharded() -> None:
+def heads_sharded(implementation: str | None) -> None:
     q, k, v = inputs()
     want = jax.jit(attention)(q, k, v, LAYOUT, planned(1))
     heads, pages = P(None, "tp", None), P(None, None, "tp", None)
     sharded = jax.jit(
         jax.shard_map(
-            attention,
+            functools.partial(attention, implementation=implementation),
             mesh=AUTO,
             in_specs=(heads, pages, pages, P(), P()),
             out_specs=AttentionState(heads, P(None, "tp")),
@@ -71,26 +79,31 @@ def heads_sharded() -> None:
     print("heads")
 
 
-def layer_scan(q: Any, k_pages: Any, v_pages: Any, layout: Any, plan: Any) -> Any:
+def layer_scan(
+    q: Any, k_pages: Any, v_pages: Any, layout: Any, plan: Any, implementation: str | None = None
+) -> Any:
     """Append and attention in a scan over layers; manual axes must survive the carry."""
 
     def step(carry: Any, layer: Any) -> Any:
         x, k_pages, v_pages = carry
         new = x[:, ::4]
-        k_pages, v_pages = jaxinfer.append_kv(k_pages, v_pages, new, new, layout.slots(), layer=layer)
-        o = jaxinfer.attention(x, k_pages, v_pages, layout, plan, variant=CAUSAL, layer=layer)
+        append = append_of(implementation)
+        k_pages, v_pages = append(k_pages, v_pages, new, new, layout.slots(), layer=layer)
+        o = jaxinfer.attention(
+            x, k_pages, v_pages, layout, plan, variant=CAUSAL, layer=layer, implementation=implementation
+        )
         return (o + x, k_pages, v_pages), None
 
     return jax.lax.scan(step, (q, k_pages, v_pages), jnp.arange(NUM_LAYERS))[0]
 
 
-def scan_inside_shard_map() -> None:
+def scan_inside_shard_map(implementation: str | None) -> None:
     q, k, v = inputs(NUM_LAYERS)
     want = jax.jit(layer_scan)(q, k, v, LAYOUT, planned(1))
     heads, pages = P(None, "tp", None), P(None, None, None, "tp", None)
     got = jax.jit(
         jax.shard_map(
-            layer_scan,
+            functools.partial(layer_scan, implementation=implementation),
             mesh=AUTO,
             in_specs=(heads, pages, pages, P(), P()),
             out_specs=(heads, pages, pages),
@@ -101,7 +114,7 @@ def scan_inside_shard_map() -> None:
     print("scan")
 
 
-def kv_sharded() -> None:
+def kv_sharded(implementation: str | None) -> None:
     """Each device holds half of the KV tokens and all heads; states merge across the mesh axis.
 
     q is the same everywhere, the result is not: its type must say so.
@@ -113,7 +126,7 @@ def kv_sharded() -> None:
     full = Variant()
 
     def part(q: Any, k: Any, v: Any, layout: Any, plan: Any) -> Any:
-        state = jaxinfer.attention(q, k, v, layout, plan, return_lse=True)
+        state = jaxinfer.attention(q, k, v, layout, plan, return_lse=True, implementation=implementation)
         assert isinstance(state, AttentionState)
         assert varying(state.o) == {"tp"}
         assert varying(state.lse) == {"tp"}
@@ -132,7 +145,7 @@ def kv_sharded() -> None:
 
     def fresh_pool(k: Any) -> Any:
         pool = jnp.zeros((2, 8, NUM_KV_HEADS, DIM))
-        pages = jaxinfer.append_kv(pool, pool, k, k, np.arange(10, dtype=np.int32))
+        pages = append_of(implementation)(pool, pool, k, k, np.arange(10, dtype=np.int32))
         assert all(varying(x) == {"tp"} for x in pages)
         return pages
 
@@ -170,7 +183,8 @@ def explicit_sharding() -> None:
 
 if __name__ == "__main__":
     assert jax.device_count() == 2
-    heads_sharded()
-    scan_inside_shard_map()
-    kv_sharded()
+    for implementation in (None, "reference"):
+        heads_sharded(implementation)
+        scan_inside_shard_map(implementation)
+        kv_sharded(implementation)
     explicit_sharding()

@@ -337,4 +337,4 @@ def test_heads_sharded_over_two_devices() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["heads", "scan", "kv", "explicit"]
+    assert done.stdout.split() == [*["heads", "scan", "kv"] * 2, "explicit"]
