@@ -96,13 +96,15 @@ def merge_many(states: Sequence[AttentionState]) -> AttentionState:
 def _merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     (a_o, a_lse), (b_o, b_lse) = a, b
     a_empty, b_empty = jnp.isneginf(a_lse), jnp.isneginf(b_lse)
-    # -inf - -inf is NaN and 0 * NaN is NaN, so empty sides are selected away instead of weighted with 0.
-    top = jnp.where(a_empty & b_empty, 0.0, jnp.maximum(a_lse, b_lse))
+    both_empty = a_empty & b_empty
+    # -inf - -inf is NaN and 0 * NaN is NaN, so empty sides are selected away instead of weighted with 0. No NaN is
+    # computed on the way either: jax_debug_nans would find it outside jit, and a gradient would be it.
+    a_o, b_o = jnp.where(a_empty[..., None], 0.0, a_o), jnp.where(b_empty[..., None], 0.0, b_o)
+    top = jnp.where(both_empty, 0.0, jnp.maximum(a_lse, b_lse))
     a_weight, b_weight = jnp.exp(a_lse - top), jnp.exp(b_lse - top)
-    total = a_weight + b_weight
+    total = jnp.where(both_empty, 1.0, a_weight + b_weight)
     o = (a_o * a_weight[..., None] + b_o * b_weight[..., None]) / total[..., None]
     o = jnp.where(b_empty[..., None], a_o, jnp.where(a_empty[..., None], b_o, o))
-    o = jnp.where((a_empty & b_empty)[..., None], 0.0, o)
     lse = jnp.where(b_empty, a_lse, jnp.where(a_empty, b_lse, top + jnp.log(total)))
     return o, lse
 

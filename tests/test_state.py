@@ -141,3 +141,26 @@ def test_low_precision_lse_is_refused() -> None:
     x = AttentionState(jnp.zeros((1, 2, 8)), jnp.zeros((1, 2), jnp.bfloat16))
     with pytest.raises(ValueError, match=r"state 0 has lse bfloat16\[1, 2\], expected float32"):
         merge(x, x)
+
+
+@pytest.mark.parametrize("garbage", [0.0, np.inf])
+def test_no_nan_is_computed_on_the_way(garbage: float) -> None:
+    """Outside jit jax_debug_nans looks at every intermediate result; gradients are NaN where one of them is."""
+    lse = np.array([[-np.inf, 1.0, -np.inf, 2.0]], np.float32)
+    a = state(np.where(np.isneginf(lse)[..., None], garbage, 3.0) * np.ones((1, 4, 8)), lse)
+    b = state(np.ones((1, 4, 8)), np.array([[-np.inf, -np.inf, 0.5, 0.25]]))
+
+    def total(a: AttentionState) -> jax.Array:
+        m = merge_many([a, b, a, b])
+        return m.o.sum() + jnp.where(jnp.isneginf(m.lse), 0.0, m.lse).sum()
+
+    before = jax.config.jax_debug_nans
+    try:
+        jax.config.update("jax_debug_nans", True)
+        got = merge(a, b)
+        assert np.isneginf(got.lse[0, 0]) and not got.o[0, 0].any()
+        slopes = jax.grad(total)(a)
+    finally:
+        jax.config.update("jax_debug_nans", before)
+    assert np.isfinite(slopes.o).all() and np.isfinite(slopes.lse).all()
+    assert (slopes.o[0, 1] == 1).all() and not slopes.o[0, 0].any()
