@@ -153,7 +153,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure planning, decoding and prefill",
+        help="measure planning, decode, prefill, a whole step and mixed batches",
         description="Measures jaxinfer on this machine.",
         epilog=_examples(
             "bench plan",
@@ -269,6 +269,9 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument(
+        "--page-size", type=_positive, default=16, metavar="N", help="tokens of a KV cache page (default 16)"
+    )
+    parser.add_argument(
         "--arch",
         type=_arch,
         nargs="+",
@@ -342,7 +345,8 @@ def _warmup(args: argparse.Namespace) -> int:
     windows = dict.fromkeys((None, *(n - 1 for n in args.window)))  # N tokens reach back N - 1 positions
     variants = [Variant(causal=True, window_left=window) for window in windows]
     qo, kv = args.heads
-    warmup(model_kernels(AttentionHeads(qo, kv, args.head_dim), variants, args.dtype), args.arch)
+    specs = model_kernels(AttentionHeads(qo, kv, args.head_dim), variants, args.dtype, args.page_size)
+    warmup(specs, args.arch)
     return 0
 
 

@@ -247,8 +247,8 @@ def _static_plan(
     batch_invariant: bool,
 ) -> tuple[PlanSpec, Any]:
     """What does not depend on lengths: a plan's spec and the planner that makes its array."""
-    group_size = _check_heads(num_qo_heads, num_kv_heads)
-    head_dim_qk, head_dim_vo = _check_head_dim(head_dim)
+    group_size = check_heads(num_qo_heads, num_kv_heads)
+    head_dim_qk, head_dim_vo = check_head_dim(head_dim)
     on_gpu = jax.default_backend() in ("gpu", "cuda")
     dtype_name = _check_dtype(dtype, on_gpu)
     split_tokens = _check_cuts(schedule, split_tokens, batch_invariant)
@@ -386,7 +386,8 @@ def choose_tiles(
     return (small,) if large // group_size <= small // group_size else (small, large)
 
 
-def _check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
+def check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
+    """The group size, if kernels exist for it."""
     num_qo_heads = positive("num_qo_heads", num_qo_heads)
     num_kv_heads = positive("num_kv_heads", num_kv_heads)
     if num_qo_heads % num_kv_heads != 0:
@@ -400,7 +401,8 @@ def _check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
     return group_size
 
 
-def _check_head_dim(head_dim: Any) -> tuple[int, int]:
+def check_head_dim(head_dim: Any) -> tuple[int, int]:
+    """(head_dim_qk, head_dim_vo), if kernels exist for them."""
     pair = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     if len(pair) != 2:
         raise ValueError(f"head_dim must be an int or (head_dim_qk, head_dim_vo), got {head_dim!r}")

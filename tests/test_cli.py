@@ -88,6 +88,9 @@ def test_wrong_usage_is_status_2(argv: list[str], message: str, capsys: pytest.C
         (["generate", "x", "--temperature", "-1"], "temperature: got -1.0"),
         (["generate", "x", "--seed", "-1"], "seed: got -1"),
         (["bench", "decode", "--output", "/nowhere/x.png"], "the folder /nowhere does not exist"),
+        (["bench", "prefill", "--json", "/nowhere/x.json"], "--json: the folder /nowhere does not exist"),
+        (["warmup", "--heads", "8/2", "--head-dim", "100"], "head_dim 100; supported: every multiple of 8"),
+        (["warmup", "--heads", "256/1"], "group size 256 (num_qo_heads 256 / num_kv_heads 1); supported"),
         (["bench", "decode", "--output", "x.gif"], "expected a path that ends in .png"),
     ],
 )

@@ -149,6 +149,15 @@ def test_the_warmup_command_takes_the_architectures_that_gpus_load(
         assert f"{wrong!r} is not an architecture such as sm_80 or sm_90a" in capsys.readouterr().err
 
 
+def test_the_warmup_command_takes_the_page_size(fresh: Path, compilations: list[str]) -> None:
+    """Hopper's kernels differ by what a page's rows are a multiple of; the others are there already."""
+    counts = []
+    for page_size in ("32", "16", "8", "1"):
+        assert main(["warmup", "--heads", "8/2", "--arch", "sm_90a", "--page-size", page_size]) == 0
+        counts.append(len(compilations))
+    assert counts[0] == counts[1] < counts[2] < counts[3]
+
+
 def test_threads_compile_a_kernel_once(
     fresh: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,8 +92,14 @@ def check_plot(output: str) -> None:
     path = Path(output)
     if path.suffix.lower() != ".png":
         raise ValueError(f"--output: got {output!r}, expected a path that ends in .png")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--output: the folder {path.absolute().parent} does not exist")
+    check_folder("--output", path)
+
+
+def check_folder(option: str, path: str | Path) -> None:
+    """Fails before anything is measured if the file could not be written afterwards, for want of a folder."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option}: the folder {folder} does not exist")
 
 
 def plot_bars(

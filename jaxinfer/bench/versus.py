@@ -16,7 +16,7 @@ import jax
 
 from jaxinfer.bench.cases import Case
 from jaxinfer.bench.peers import OURS
-from jaxinfer.bench.report import Progress, check_plot, plot_bars, print_table
+from jaxinfer.bench.report import Progress, check_folder, check_plot, plot_bars, print_table
 from jaxinfer.bench.rivals import RIVALS, Rival
 from jaxinfer.bench.row import Row
 from jaxinfer.bench.supervise import measure_rows
@@ -42,11 +42,13 @@ def bench_versus(
     caches it takes minutes, which do not count.
 
     Raises:
-      ValueError: an unknown name in `rivals`; `output` cannot be written.
+      ValueError: an unknown name in `rivals`; `output` or `json_path` cannot be written.
       ModuleNotFoundError: `output` given without matplotlib.
     """
     if output is not None:
         check_plot(output)
+    if json_path is not None:
+        check_folder("--json", json_path)
     kind, platform = cases[0].kind, jax.default_backend()
     known = [r for r in RIVALS if kind in r.kinds and platform in r.platforms]
     for name in rivals or ():

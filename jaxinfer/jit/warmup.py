@@ -61,10 +61,16 @@ def local_archs() -> list[str]:
 def model_kernels(
     config: Heads, variants: Sequence[Variant], dtype: str = "bfloat16", page_size: int = 16
 ) -> list[str]:
-    """Specs of every kernel that serving a model from pages can ask for: all tiles that plans may choose there."""
-    from jaxinfer.attention import rules
+    """Specs of every kernel that serving a model from pages can ask for: all tiles that plans may choose there.
 
-    group_size = config.num_qo_heads // config.num_kv_heads
+    Raises:
+      ValueError, NotImplementedError: heads or a head_dim that no plan can be made for.
+    """
+    from jaxinfer.attention import rules
+    from jaxinfer.plan import check_head_dim, check_heads
+
+    group_size = check_heads(config.num_qo_heads, config.num_kv_heads)
+    check_head_dim(config.head_dim)
     tiles = [t for t in (16, 32, 64, 128) if t >= group_size]
     if config.head_dim <= 64:
         tiles.append(192)
