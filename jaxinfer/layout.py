@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer import _args
+from jaxinfer import _args, _pytree
 from jaxinfer._args import INT32_MAX, Array, IntLike, all_host
 
 
@@ -84,7 +84,7 @@ class BlockSparse:
 
 
 _DATA = ("q_start", "q_len", "kv_start", "kv_indices", "kv_len", "kv_offset", "q_pos", "block_pos")
-jax.tree_util.register_dataclass(
+_pytree.register(
     BlockSparse, data_fields=_DATA, meta_fields=("page_size", "contiguous", "num_layouts", "kv_capacity")
 )
 

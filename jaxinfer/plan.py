@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from . import _native
+from . import _native, _pytree
 from ._args import one_of, positive, static_int
 from .jit import render, select
 from .jit.spec import ELEMENT_SIZE
@@ -98,7 +98,13 @@ class Plan:
     spec: PlanSpec
 
 
-jax.tree_util.register_dataclass(Plan, data_fields=("data",), meta_fields=("spec",))
+def _saved_spec(name: str, spec: dict[str, Any]) -> PlanSpec:
+    return PlanSpec(**{**spec, "classes": tuple(TileClass(**c) for c in spec["classes"])})
+
+
+_pytree.register(
+    Plan, data_fields=("data",), meta_fields=("spec",), encode=dataclasses.asdict, decode=_saved_spec
+)
 
 
 def plan(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxinfer import _pytree
 from jaxinfer._args import Array, check_array
 
 _LOG2_E = math.log2(math.e)
@@ -31,7 +32,7 @@ class AttentionState:
     lse: Array  # float32 [num_tokens, num_qo_heads], natural log
 
 
-jax.tree_util.register_dataclass(AttentionState, data_fields=("o", "lse"), meta_fields=())
+_pytree.register(AttentionState, data_fields=("o", "lse"))
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:

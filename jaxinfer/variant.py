@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer import _args
+from jaxinfer import _args, _pytree
 from jaxinfer._args import INT32_MAX, Array, all_host, static_int
 from jaxinfer.jit.functor import Functor, from_cuda
 from jaxinfer.layout import BlockSparse
@@ -101,10 +101,14 @@ class Variant:
             raise ValueError(f"mask_indptr must have rows + 1 = {rows + 1} entries, got {entries}")
 
 
-jax.tree_util.register_dataclass(
+_pytree.register(
     Variant,
     data_fields=("mask_bits", "mask_indptr", "operands"),
     meta_fields=("causal", "window_left", "window_right", "logits_soft_cap", "softmax", "functor"),
+    encode=Functor.saved,
+    decode=lambda name, value: (
+        Functor.from_saved(value) if name == "functor" and value is not None else value
+    ),
 )
 
 

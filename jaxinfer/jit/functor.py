@@ -54,6 +54,31 @@ class Functor:
             "".join("f" if kind == "float" else "i" for _, kind in self.source.scalars), *self.values
         )
 
+    def saved(self) -> dict[str, Any]:
+        """For `jax.export`, what JSON can hold.
+
+        Raises:
+          NotImplementedError: there is a twin, which is Python code.
+        """
+        if self.twin is not None:
+            raise NotImplementedError(
+                "a saved program whose operands hold a Variant with a twin; let the exported function make the "
+                "Variant, from arrays that it is given"
+            )
+        source = self.source
+        return {
+            "text": source.text,
+            "pointers": source.pointers,
+            "scalars": source.scalars,
+            "values": self.values,
+        }
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Functor:
+        """The opposite of `saved`, from lists in place of tuples."""
+        pointers, scalars = (tuple((n, t) for n, t in saved[kind]) for kind in ("pointers", "scalars"))
+        return cls(FunctorSource(saved["text"], pointers, scalars), tuple(saved["values"]))
+
     def twin_rule(
         self,
         operands: tuple[Any, ...],
