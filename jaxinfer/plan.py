@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from . import _native, _pytree
 from ._args import one_of, positive, static_int
+from ._heads import check_head_dim, check_heads
 from .jit import render, select
 from .jit.spec import ELEMENT_SIZE
 from .layout import BlockSparse
@@ -25,7 +26,6 @@ from .variant import Variant
 #: Query rows that a tile can have. 1 holds one token; 192 is three consumer warpgroups, `wgmma` only.
 TILES = (1, 16, 32, 64, 128, 192)
 SCHEDULES = ("lpt", "runs")
-MAX_GROUP_SIZE = 128
 #: KV tokens between the cuts of a tile with `batch_invariant`, per tile of the row.
 SPLIT_TOKENS = 512
 #: CTAs of a class on the CPU, whatever the number of threads, so that bits do not depend on the machine.
@@ -390,32 +390,6 @@ def choose_tiles(
         if num_rows <= 1:
             return (large,)
     return (small,) if large // group_size <= small // group_size else (small, large)
-
-
-def check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
-    """The group size, if kernels exist for it."""
-    num_qo_heads = positive("num_qo_heads", num_qo_heads)
-    num_kv_heads = positive("num_kv_heads", num_kv_heads)
-    if num_qo_heads % num_kv_heads != 0:
-        raise ValueError(f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}")
-    group_size = num_qo_heads // num_kv_heads
-    if group_size > MAX_GROUP_SIZE:
-        raise NotImplementedError(
-            f"group size {group_size} (num_qo_heads {num_qo_heads} / num_kv_heads {num_kv_heads}); "
-            f"supported: 1 to {MAX_GROUP_SIZE}"
-        )
-    return group_size
-
-
-def check_head_dim(head_dim: Any) -> tuple[int, int]:
-    """(head_dim_qk, head_dim_vo), if kernels exist for them."""
-    pair = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    if len(pair) != 2:
-        raise ValueError(f"head_dim must be an int or (head_dim_qk, head_dim_vo), got {head_dim!r}")
-    for value in pair:
-        if positive("head_dim", value) % 8 != 0 or not 16 <= value <= 256:
-            raise NotImplementedError(f"head_dim {value}; supported: every multiple of 8 from 16 to 256")
-    return int(pair[0]), int(pair[1])
 
 
 def _check_dtype(dtype: Any, on_gpu: bool) -> str:

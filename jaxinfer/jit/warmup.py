@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from jaxinfer import _native
+from jaxinfer._heads import check_head_dim, check_heads
 
 from . import cache, registry, select
 from .arch import arch_of
@@ -67,7 +68,6 @@ def model_kernels(
       ValueError, NotImplementedError: heads or a head_dim that no plan can be made for.
     """
     from jaxinfer.attention import rules
-    from jaxinfer.plan import check_head_dim, check_heads
 
     group_size = check_heads(config.num_qo_heads, config.num_kv_heads)
     check_head_dim(config.head_dim)
