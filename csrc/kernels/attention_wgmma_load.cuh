@@ -12,6 +12,7 @@ namespace jaxinfer {
 template <class Config>
 class WgmmaProducer {
   using Shared = WgmmaShared<Config>;
+  using Ring = RingCursor<Shared::kStages>;
   static constexpr bool kGather = !Config::kContiguous && Config::kPageBox == 0;
   static constexpr int kWarps = Config::kProducerWarps / 2;  // of K, and as many of V
   static_assert(kWarps * 2 == Config::kProducerWarps && (Config::kContiguous ? kWarps == 1 : kWarps <= 2),
@@ -20,11 +21,10 @@ class WgmmaProducer {
   static constexpr int kParts = kGather ? 2 : 1;
   static constexpr int kLanes =
       kGather ? Config::kBlockKV / 4 : Config::kBlockKV / (Config::kPageBox > 0 ? Config::kPageBox : 8);
-  static_assert(!kGather || (kWarps == 2 && kLanes % 8 == 0), "rows of a gathering warp");
+  static_assert(!kGather || (kWarps == 2 && kLanes % 4 == 0), "a gathering warp has whole swizzle patterns");
 
   // How far apart pages and their tokens lie, in rows of one head (gather) or in groups of eight rows, as
-  // boxes count them: 32 bits count all rows that a GPU can hold, and one instruction makes an address of
-  // them.
+  // boxes count them: 32 bits count all rows of a GPU's memory, and one instruction makes an address of them.
   struct RowSteps {
     uint32_t page;
     uint32_t token;
@@ -44,8 +44,7 @@ class WgmmaProducer {
   static constexpr int kMostBoxes = (kBoxes + kWarps - 1) / kWarps;  // of one warp
   static constexpr int kGroups = kGather ? kLanes / 4 : 1;           // of four rows, of a part
 
-  // What is found of a block before its slot is free: from then on its consumers may wait for every
-  // instruction.
+  // What is found of a block before its slot is free: then its consumers may wait for every instruction.
   struct Block {
     Pages pages;             // inside the pool, else negative
     uint32_t there[kParts];  // columns (gather) or boxes that are there, as bits: for K
@@ -92,7 +91,7 @@ class WgmmaProducer {
   template <bool kKeys>
   JAXINFER_DEVICE void bring() {
     ItemCursor<Config> cursor(params_, cls_, 1, state_);
-    RingCursor<Shared::kStages> slot(1);
+    Ring slot(1);
     WgmmaItems<Config> items(params_, maps_, memory_, state_, lane_);
     const bool publishes = !kKeys && warp_ == 0;
     int number = 0;  // of the item
@@ -111,6 +110,10 @@ class WgmmaProducer {
         if (warp_ == 0) read_pages_ahead();
       }
       const int last = blocks.begin(blocks.count - 1);
+      if constexpr (kGather) {
+        bring_rows<kKeys>(blocks.first, last, steps, slot);
+        continue;
+      }
       Pages pages = look_up(last);
       for (int begin = last; begin >= blocks.first; begin -= Config::kBlockKV) {
         // Page ids are read a block ahead: else every block would wait for them.
@@ -119,8 +122,7 @@ class WgmmaProducer {
         // Between the first two blocks of an item, when consumers are busy with the first.
         if constexpr (kKeys && Shared::kAsksOnce)
           block.whole = begin + Config::kBlockKV == last && has_all_pages();
-        wait_barrier(kKeys ? barriers_.k_empty(slot.stage()) : barriers_.v_empty(slot.stage()),
-                     slot.parity());
+        wait_slot<kKeys>(slot);
         load<kKeys>(slot.stage(), block);
         pages = next;
         slot.advance();
@@ -129,10 +131,35 @@ class WgmmaProducer {
     if (publishes) items.end(number);
   }
 
-  // What is known of an item is read where it is needed, from shared memory: registers are scarce here.
-  JAXINFER_DEVICE int kv_head() const {
-    return Config::kPacked ? state_.head : params_.group_divider.divide(state_.head);
+  // Gathered blocks of an item. The rows of a block are found while those of the one before land: a warp has
+  // one block in flight, and what stands between two costs time; two in flight cost more.
+  template <bool kKeys>
+  JAXINFER_DEVICE void bring_rows(int first, int last, RowSteps steps, Ring& slot) const {
+    Pages pages = look_up(last);
+#pragma unroll 1
+    for (int begin = last; begin >= first; begin -= Config::kBlockKV) {
+      const Pages next = begin > first ? look_up(begin - Config::kBlockKV) : Pages();
+      const Block block = prepare<kKeys>(begin, pages, steps);
+      if (begin != last) end_block<kKeys>(slot);
+      wait_slot<kKeys>(slot);
+      load<kKeys>(slot.stage(), block);
+      pages = next;
+    }
+    end_block<kKeys>(slot);
   }
+  template <bool kKeys>
+  JAXINFER_DEVICE void end_block(Ring& slot) const {
+    wait_all_copies();
+    fence_tensor_proxy();  // consumers would wait for it between their products
+    __syncwarp();
+    if (lane_ == 0) arrive(kKeys ? barriers_.k_full(slot.stage()) : barriers_.v_full(slot.stage()));
+    slot.advance();
+  }
+  template <bool kKeys>
+  JAXINFER_DEVICE void wait_slot(const Ring& slot) const {
+    wait_barrier(kKeys ? barriers_.k_empty(slot.stage()) : barriers_.v_empty(slot.stage()), slot.parity());
+  }
+
   static JAXINFER_DEVICE RowSteps row_steps(const CacheStrides& strides, int head_dim) {
     if constexpr (Shared::kBoxes) {
       return RowSteps{
@@ -163,7 +190,7 @@ class WgmmaProducer {
       limit_ = static_cast<int>(max(limit, int64_t{0}));
       table_ = params_.kv_indices + state_.item.table_begin;
     }
-    head_number_ = kv_head();
+    head_number_ = Config::kPacked ? state_.head : params_.group_divider.divide(state_.head);
     if constexpr (kGather) {
       const CacheStrides& strides = kKeys ? params_.k_strides : params_.v_strides;
       head_ = static_cast<const char*>(kKeys ? params_.k : params_.v) + (lane_ & 7) * 16 +
@@ -247,11 +274,6 @@ class WgmmaProducer {
     } else if constexpr (kGather) {
       if constexpr (kKeys) publish(stage, block);
       gather<kPanels>(to, kKeys ? params_.head_dim_qk : params_.head_dim_vo, block);
-      // Here rather than in the consumers, where it would stand between them and their products.
-      wait_all_copies();
-      fence_tensor_proxy();
-      __syncwarp();
-      if (lane_ == 0) arrive(full);
     } else {
       if (kKeys && params_.block_pos != nullptr) publish_positions(stage, block);
       boxes<kKeys>(to, map, full, block, stage);
@@ -359,7 +381,8 @@ class WgmmaProducer {
     for (int part = 0; part < kParts; ++part) {
       const auto copy = [&](int g, uint32_t from, uint32_t there) {
         const char* const source = head_ + uint64_t{from} * static_cast<uint32_t>(head_dim * 2);
-        const uint32_t at = (g % 2 == 0 ? even : odd) + (part * kLanes + g * 4) * kPanelBytes;
+        const int group = part * kGroups + g;
+        const uint32_t at = (group % 2 == 0 ? even : odd) + group * 4 * kPanelBytes;
 #pragma unroll
         for (int p = 0; p < kPanels; ++p) {
           copy_row_async(at + p * Shared::kKvPanel, source + p * kPanelBytes, there > p * 8);

@@ -189,8 +189,6 @@ def wgmma_config(
         return _single_warpgroup_config(head_dim_qk, head_dim_vo, page_box)
     gather = not contiguous and page_box == 0
     consumers = tile // 64
-    # Four gathering warps need whole swizzle patterns each.
-    blocks = (128, 96, 64, 32) if gather else (128, 112, 96, 80, 64, 32)
     room, for_pages, for_rules, for_functor = _WGMMA_REGISTERS[tile]
     if tile == 128 and page_box > 0 and head_dim_qk > head_dim_vo:
         for_pages += 30  # a whole block of K in three panels spills four bytes
@@ -199,7 +197,7 @@ def wgmma_config(
     room -= head_dim_vo // 2 + (0 if contiguous else for_pages)
     room -= for_functor if functor else 0 if plain else for_rules
     stages = 2  # three measured the same
-    for block_kv in blocks:
+    for block_kv in (128, 112, 96, 80, 64, 32):
         smem = _wgmma_smem_bytes(head_dim_qk, head_dim_vo, tile, block_kv, stages)
         if block_kv * 3 // 4 <= room and smem <= _SMEM_PER_MULTIPROCESSOR[90] - _SMEM_RESERVED:
             break
