@@ -37,7 +37,6 @@ class WgmmaConsumer {
   // lost what it saved to the assembler, which ran out of registers and products then waited for each other.
   static constexpr int kValuePart = kConsumers == 2 && kBlock % 32 == 0 ? 32 : kBlock;
   static constexpr bool kParts = kValuePart < kBlock;
-  static constexpr bool kSecondApart = kParts && !Variant::kCapped;  // caps' code twice: 5 s to compile
   static constexpr bool kNarrows = kParts && kBlock % 64 == 0 && Variant::kSoftmax;
   static_assert(!Variant::kQuery && !Variant::kKey && !Variant::kValue, "holes of portable kernels alone");
 
@@ -141,18 +140,17 @@ class WgmmaConsumer {
     WgmmaStore<Config, Variant, WgmmaConsumer> store(params_, operands_, *this, weights_.state(), o_);
     first_block(begin, begin == first);
     if (Shared::kAsksOnce && begin != first) find_holes();
-    // Apart: all others need not ask whether the block before is the first, of which parts count.
-    if (kSecondApart && begin != first) {
-      begin -= kBlock;
-      next_block<true>(begin, begin == first);
-    }
+    // Of a reduction, which is a uniform register: nothing stands between a block's two products but what
+    // branches on it.
+    int columns = __reduce_max_sync(kFullWarp, slot().kv_end - begin);
 #pragma unroll 1
     while (begin != first) {
       begin -= kBlock;
-      next_block<!kSecondApart>(begin, begin == first);
+      next_block(begin, begin == first, columns);
+      columns = kBlock + 1;
     }
     wait_values();
-    start_values(slot().kv_end - begin);
+    start_values(columns);
     store.write_sums();
     wait_products<0>();
     pin_registers(o_);
@@ -216,20 +214,22 @@ class WgmmaConsumer {
     }
     commit_products();
   }
-  // `columns` of the block are not behind the item's end; up to kBlock only in its first block, which
-  // overwrites o.
+  // `columns` of the block, the same in all lanes, are not behind the item's end; up to kBlock only in its
+  // first block, which overwrites o.
   JAXINFER_DEVICE void start_values(int columns) {
     pin_registers(o_);
     constexpr int kTwo = kBlock > 2 * kValuePart ? 2 * kValuePart : kValuePart;
     constexpr int kThree = kBlock > 3 * kValuePart ? 3 * kValuePart : kTwo;
-    if (kValuePart == kBlock || __all_sync(kFullWarp, columns > kThree)) {
-      start_some_values<kBlock>(columns > kBlock);
-    } else if (kThree > kTwo && __all_sync(kFullWarp, columns > kTwo)) {
-      start_some_values<kThree>(false);
-    } else if (kTwo > kValuePart && __all_sync(kFullWarp, columns > kValuePart)) {
-      start_some_values<kTwo>(false);
+    if (kValuePart < kBlock && columns <= kThree) {
+      if (kThree > kTwo && columns > kTwo) {
+        start_some_values<kThree>(false);
+      } else if (kTwo > kValuePart && columns > kValuePart) {
+        start_some_values<kTwo>(false);
+      } else {
+        start_some_values<kValuePart>(false);
+      }
     } else {
-      start_some_values<kValuePart>(false);
+      start_some_values<kBlock>(columns > kBlock);
     }
   }
   template <int kWidth>
@@ -305,19 +305,14 @@ class WgmmaConsumer {
     if constexpr (!kClearsBeside) clear_tail(begin);
   }
 
-  template <bool kBehindFirst>  // the block before may be the item's first one
-  JAXINFER_DEVICE void next_block(int begin, bool last) {
+  // `columns`: those of the block before, see start_values().
+  JAXINFER_DEVICE void next_block(int begin, bool last, int columns) {
     float s[4 * kColumns];
     wait_keys();
     if constexpr (kPingPong) named_sync(kTurn + consumer(), 2 * kWarpgroupThreads);
     start_scores(s);
     wait_values();
-    if constexpr (kBehindFirst) {
-      start_values(slot().kv_end - begin - kBlock);
-    } else {
-      pin_registers(o_);
-      start_some_values<kBlock>(true);
-    }
+    start_values(columns);
     if constexpr (kPingPong) {
       named_arrive(kTurn + (consumer() + 1 == kConsumers ? 0 : consumer() + 1), 2 * kWarpgroupThreads);
     }
@@ -371,11 +366,7 @@ class WgmmaConsumer {
 #pragma unroll
       for (int i = 0; i < 4 * kColumns; ++i) s[i] = -s[i];
     }
-    if constexpr (Variant::kMask) {
-      apply_mask(begin, s);
-    } else if (!all_seen) {
-      hide_columns(begin, s, leads, narrow);
-    }
+    if (Variant::kMask || !all_seen) hide_columns(begin, s, leads, narrow);
     release_keys(leads, last);
   }
 
@@ -385,71 +376,72 @@ class WgmmaConsumer {
   }
   JAXINFER_DEVICE bool by_position() const { return kPaged && kPositionRule && params_.block_pos != nullptr; }
   // What is not a whole block of columns that all rows see; by itself and with few branches, because all
-  // other blocks would wait for what it reads and join warps behind what diverges here.
+  // other blocks would wait for what it reads and join warps behind what diverges here. First what to keep, a
+  // bit per column and row; then the scores.
   JAXINFER_DEVICE void hide_columns(int begin, float (&s)[4 * kColumns], bool leads, bool narrow) const {
-    const bool all_there = all_present(leads, true);
+    uint32_t keep[2];
+    const bool all_there = !Variant::kMask && all_present(leads, true);
     if (all_there && !by_position() && (kHidesBefore || begin >= slot().kv_begin)) {
-      apply_ranges<0, kColumns / 2>(begin, s);
-      if (!narrow) apply_ranges<kColumns / 2, kColumns>(begin, s);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) keep[r] = columns_in(begin, range(r));
     } else {
       // Positions ascend along a row's list.
       const bool inside = all_there & (begin >= slot().kv_begin) & (begin + kBlock <= slot().kv_end) &
                           (positions()[0] >= clear_begin_) & (positions()[kBlock - 1] < clear_end_);
-      if (!inside) apply_mask(begin, s);
+      if (inside) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) keep[r] = visible_columns(begin, r);
     }
+    keep_columns<0, kColumns / 2>(keep, s);
+    if (!narrow) keep_columns<kColumns / 2, kColumns>(keep, s);
   }
 
-  // Hides the columns outside of every row's range.
   template <int kFirst, int kEnd>
-  JAXINFER_DEVICE void apply_ranges(int begin, float (&s)[4 * kColumns]) const {
-    const int first = begin + 2 * (lane() & 3);
+  static JAXINFER_DEVICE void keep_columns(const uint32_t (&keep)[2], float (&s)[4 * kColumns]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const ColumnRange seen = range(r);
-      const int low = kHidesBefore ? seen.begin - first : 0;
-      const int high = seen.end - first;
 #pragma unroll
-      for (int j = kFirst; j < kEnd; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int c = 8 * j + e;
-          float& x = s[4 * j + 2 * r + e];
-          x = (!kHidesBefore || c >= low) && c < high ? x
-                                                      : hidden_score<Variant::kSoftmax, Variant::kCapped>();
-        }
+      for (int i = 2 * kFirst; i < 2 * kEnd; ++i) {
+        float& x = s[4 * (i >> 1) + 2 * r + (i & 1)];
+        x = (keep[r] >> i & 1) != 0 ? x : hidden_score<Variant::kSoftmax, Variant::kCapped>();
       }
     }
   }
 
-  // The same, for columns that may be missing or lie anywhere, and for the variant's mask: first what to
-  // keep, a bit per column, in a loop that needs few registers; then the scores.
-  JAXINFER_DEVICE void apply_mask(int begin, float (&s)[4 * kColumns]) const {
+  // A bit for each of this thread's columns, two of every eight: those inside of a row's range.
+  static JAXINFER_DEVICE uint32_t columns_in(int begin, const ColumnRange& seen) {
+    const int first = begin + 2 * (lane() & 3);
+    const uint32_t kept = columns_before(seen.end - first);
+    return kHidesBefore ? kept & ~columns_before(seen.begin - first) : kept;
+  }
+  // Those before `end`, counted from this thread's first one.
+  static JAXINFER_DEVICE uint32_t columns_before(int end) {
+    const int count = 2 * (end >> 3) + min(end & 7, 2);
+    return end <= 0 ? 0 : ~0u >> (32 - min(count, 32));
+  }
+
+  // The same where columns may be missing or lie anywhere, and for the variant's mask; in a loop that needs
+  // few registers.
+  JAXINFER_DEVICE uint32_t visible_columns(int begin, int r) const {
     const bool by_position = this->by_position();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const ColumnRange seen = range(r);
-      const int last = by_position ? seen.end : seen.end - 1;
-      const Row row = Variant::kMask ? hole_row(r) : Row{};
-      const Variant variant(params_, operands_, row);
-      uint32_t keep = 0;
+    const ColumnRange seen = range(r);
+    const int last = by_position ? seen.end : seen.end - 1;
+    const Row row = Variant::kMask ? hole_row(r) : Row{};
+    const Variant variant(params_, operands_, row);
+    uint32_t keep = 0;
 #pragma unroll 1
-      for (int i = 0; i < 2 * kColumns; ++i) {
-        const int c = 2 * (lane() & 3) + (i >> 1) * 8 + (i & 1);
-        const int index = begin + c;
-        bool kept = (index >= slot().kv_begin) & (index < slot().kv_end);
-        if constexpr (kPaged) kept = kept & columns_.has(k_slot_.stage(), c);
-        const int kv_pos = kPositionRule || Variant::kMask ? position(begin, c) : 0;
-        const int at = by_position ? kv_pos : index;
-        kept = kept & (at >= seen.begin) & (at <= last);
-        if constexpr (Variant::kMask) kept = kept && variant.mask(row, Col{kv_pos, index});
-        keep |= static_cast<uint32_t>(kept) << i;
-      }
-#pragma unroll
-      for (int i = 0; i < 2 * kColumns; ++i) {
-        float& x = s[4 * (i >> 1) + 2 * r + (i & 1)];
-        x = (keep >> i & 1) != 0 ? x : hidden_score<Variant::kSoftmax, Variant::kCapped>();
-      }
+    for (int i = 0; i < 2 * kColumns; ++i) {
+      const int c = 2 * (lane() & 3) + (i >> 1) * 8 + (i & 1);
+      const int index = begin + c;
+      bool kept = (index >= slot().kv_begin) & (index < slot().kv_end);
+      if constexpr (kPaged) kept = kept & columns_.has(k_slot_.stage(), c);
+      const int kv_pos = kPositionRule || Variant::kMask ? position(begin, c) : 0;
+      const int at = by_position ? kv_pos : index;
+      kept = kept & (at >= seen.begin) & (at <= last);
+      if constexpr (Variant::kMask) kept = kept && variant.mask(row, Col{kv_pos, index});
+      keep |= static_cast<uint32_t>(kept) << i;
     }
+    return keep;
   }
 
   // Products to logits, through the variant where it wants that.

@@ -20,7 +20,6 @@ class WgmmaWeights {
   using Scores = float[4 * kColumns];
   using Packed = uint32_t[2 * kColumns];
   using Output = float[4 * kPieces];
-  static constexpr float kLargestSum = Exponents::kLargestSum;
 
  public:
   JAXINFER_DEVICE const SoftmaxState<2>& state() const { return state_; }
@@ -30,7 +29,7 @@ class WgmmaWeights {
   JAXINFER_DEVICE void first(Scores& s, const Exponents& exponents, Packed& p, bool narrow) {
     float factor[2], shift[2];
     const bool stays[2] = {false, false};
-    const bool given = change_maxima(s, exponents, stays, factor, shift, narrow);
+    const bool given = change_maxima<false>(s, exponents, stays, factor, shift, narrow);
     state_.l[0] = state_.l[1] = 0.0f;
     weigh_all(s, exponents, given, shift, p, state_.l, narrow);
   }
@@ -69,26 +68,24 @@ class WgmmaWeights {
     } else {
       weigh<kEarly>(s, exponents, shift_, p, sums, false);
     }
-    if (!__all_sync(kFullWarp, sums[0] <= kLargestSum && sums[1] <= kLargestSum)) {
+    if (!__all_sync(kFullWarp, sums[0] <= largest_sum(0) && sums[1] <= largest_sum(1))) {
       // Whether a row's maximum changes depends on the row alone, so that its bits do not depend on who
       // shares its warp.
       const int first_lane = fresh_thread_index() & 28;
       bool stays[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        stays[r] = (__ballot_sync(kFullWarp, sums[r] <= kLargestSum) >> first_lane & 15) == 15;
-      }
-      if constexpr (Exponents::kCapped) {
-        // Or what exponents are made of would stay in registers for this.
-#pragma unroll
-        for (int i = 0; i < 4 * kColumns; ++i) s[i] = __uint_as_float(__float_as_uint(s[i]) + opaque_zero());
+        stays[r] = (__ballot_sync(kFullWarp, sums[r] <= largest_sum(r)) >> first_lane & 15) == 15;
       }
       float factor[2], shift[2];
-      const bool given = change_maxima(s, exponents, stays, factor, shift, false);
+      const bool given = change_maxima<true>(s, exponents, stays, factor, shift, false);
       sums[0] = sums[1] = 0.0f;
       weigh_all(s, exponents, given, shift, p, sums, false);
+      // Rows that are far from a cap's series come here with maxima that stay.
+      if (!Exponents::kCapped || !__all_sync(kFullWarp, factor[0] == 1.0f && factor[1] == 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < 4 * kPieces; ++i) o[i] *= factor[i >> 1 & 1];
+        for (int i = 0; i < 4 * kPieces; ++i) o[i] *= factor[i >> 1 & 1];
+      }
     }
     state_.l[0] += sums[0];
     state_.l[1] += sums[1];
@@ -122,7 +119,7 @@ class WgmmaWeights {
     }
   }
 
-  // All pieces; `given`: scores are exponents already.
+  // All pieces; `given`: with a cap, scores are exponents already.
   static JAXINFER_DEVICE void weigh_all(const Scores& s, const Exponents& exponents, bool given,
                                         const float (&shift)[2], Packed& p, float (&sums)[2], bool narrow) {
     if (Exponents::kCapped && given) {
@@ -135,7 +132,9 @@ class WgmmaWeights {
   // Rows that do not stay get the block's maximum into theirs. Then what was summed up before must be
   // multiplied by factor[r], and exponents of this block subtract shift[r]. Scores of huge rows become
   // relative to their maxima. With a cap, where some row of the warp is far from the series, all rows' scores
-  // become exponents; returns whether.
+  // become exponents; kAlways: even where none is, which spares the code a second way to weigh them. Returns
+  // whether.
+  template <bool kAlways>
   JAXINFER_DEVICE bool change_maxima(Scores& s, const Exponents& exponents, const bool (&stays)[2],
                                      float (&factor)[2], float (&shift)[2], bool narrow) {
     const float scale = exponents.scale;
@@ -157,34 +156,71 @@ class WgmmaWeights {
       // Rows that saw nothing yet and those far away get weights beyond every bound next time, so that the
       // next block looks for their maxima, too.
       shift_[r] = is_far[r] || m == -infinity() ? -infinity() : shift[r];
+      largest_sum_[r] = exponents.largest_sum(shift[r]);
       state_.m[r] = m;
       state_.l[r] *= factor[r];
     }
     any_far = __any_sync(kFullWarp, any_far);
-    if (any_far) {
+    if constexpr (Exponents::kCapped) {
+      if (any_far) {
+        cap_scores(s, exponents, is_far, shift);
+      } else if (kAlways) {
+        // Of scores that look new, or what their exponents are made of would stay in registers for this.
+        const uint32_t zero = opaque_zero();
+#pragma unroll
+        for (int i = 0; i < 4 * kColumns; ++i) {
+          const float x = __uint_as_float(__float_as_uint(s[i]) + zero);
+          s[i] = exponents(x, shift[i >> 1 & 1]);
+        }
+      }
+    } else if (any_far) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float base = row_base(state_.m[r], scale);
-        if (Exponents::kCapped && !is_far[r]) {
 #pragma unroll
-          for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) = exponents(score(s, r, i), shift[r]);
-        } else if (Exponents::kCapped && base == 0.0f && exponents.is_middle(shift[r])) {
-#pragma unroll
-          for (int i = 0; i < 2 * kColumns; ++i) {
-            score(s, r, i) = fmaf(exponents.middle(score(s, r, i)), scale, -shift[r]);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < 2 * kColumns; ++i) {
-            const float x = exponents.capped(score(s, r, i)) - base;
-            score(s, r, i) = Exponents::kCapped ? fmaf(x, scale, -shift[r]) : x;
-          }
-        }
+        for (int i = 0; i < 2 * kColumns; ++i) score(s, r, i) -= base;
       }
     }
-    return any_far;
+    return kAlways || any_far;
   }
 
+  // Scores to exponents, where some row of the warp is far from a cap's series. Part by part in a loop: the
+  // three ways would be a third of a kernel's code, and of the time to compile it. As registers have no
+  // index, all scores move on by a part in every turn.
+  JAXINFER_DEVICE void cap_scores(Scores& s, const Exponents& exponents, const bool (&is_far)[2],
+                                  const float (&shift)[2]) const {
+    constexpr int kTurns = kColumns % 4 == 0 ? 4 : 2;
+    constexpr int kPart = 4 * kColumns / kTurns;
+    const float scale = exponents.scale;
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      float part[kPart];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float base = row_base(state_.m[r], scale);
+        if (!is_far[r]) {
+#pragma unroll
+          for (int i = 0; i < kPart / 2; ++i) score(part, r, i) = exponents(score(s, r, i), shift[r]);
+        } else if (base == 0.0f && exponents.is_middle(shift[r])) {
+#pragma unroll
+          for (int i = 0; i < kPart / 2; ++i)
+            score(part, r, i) = fmaf(exponents.middle(score(s, r, i)), scale, -shift[r]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPart / 2; ++i)
+            score(part, r, i) = fmaf(exponents.capped(score(s, r, i)) - base, scale, -shift[r]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * kColumns - kPart; ++i) s[i] = s[i + kPart];
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) s[4 * kColumns - kPart + i] = part[i];
+    }
+  }
+
+  JAXINFER_DEVICE float largest_sum(int r) const {
+    return Exponents::kCapped ? largest_sum_[r] : Exponents::kLargestSum;
+  }
   // To the largest scores of pieces [kFirst, kEnd).
   template <int kFirst, int kEnd>
   static JAXINFER_DEVICE void raise(const Scores& s, float (&maxima)[2]) {
@@ -195,10 +231,14 @@ class WgmmaWeights {
     }
   }
   // Score i of fragment row r.
-  static JAXINFER_DEVICE float& score(Scores& s, int r, int i) { return s[4 * (i >> 1) + 2 * r + (i & 1)]; }
+  template <int kCount>
+  static JAXINFER_DEVICE float& score(float (&s)[kCount], int r, int i) {
+    return s[4 * (i >> 1) + 2 * r + (i & 1)];
+  }
 
   SoftmaxState<2> state_;
-  float shift_[2];  // what exponents of the next block subtract: the maxima, scaled
+  float shift_[2];        // what exponents of the next block subtract: the maxima, scaled
+  float largest_sum_[2];  // with a cap: of a row, see Exponents
   float early_[kEarly > 0 ? 4 * kEarly : 1];
   float sums_[2];
 };

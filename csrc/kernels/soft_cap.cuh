@@ -6,24 +6,30 @@
 
 namespace jaxinfer {
 
-// tanh(x) = x * (1 + kC2 x^2 + kC4 x^4 + ...): the polynomial of this degree whose relative error up to
-// kBound is least, 6.5e-7. Beyond it grows faster than tanh.
+// tanh(x) = x * (1 + c1 x^2 + c2 x^4 + ...): the polynomial of this degree whose relative error up to kBound
+// is least, 6.5e-7. Beyond it grows faster than tanh.
 struct TanhSeries {
+  static constexpr int kCount = 5;  // coefficients
   static constexpr float kBound = 0.75f;
   static constexpr float kAtBound = 0.635149f;  // tanh(kBound)
-  static constexpr float kC2 = -0.333296676f;
-  static constexpr float kC4 = 0.132682369f;
-  static constexpr float kC6 = -0.0502779489f;
-  static constexpr float kC8 = 0.0131058312f;
+  static constexpr JAXINFER_DEVICE float coefficient(int i) {
+    return i == 0   ? 1.0f
+           : i == 1 ? -0.333296676f
+           : i == 2 ? 0.132682369f
+           : i == 3 ? -0.0502779489f
+                    : 0.0131058312f;
+  }
 };
 
 // The one of degree 5, to 2.9e-5 of tanh(x) up to 0.5: two instructions less a score. It grows faster than
 // tanh, too; at 0.65 it is 0.1% off.
 struct ShortTanhSeries {
+  static constexpr int kCount = 3;
   static constexpr float kAtBound = 0.462117f;  // tanh(0.5)
   static constexpr float kBelow = 0.571670f;    // tanh(0.65)
-  static constexpr float kC2 = -0.33206912f;
-  static constexpr float kC4 = 0.11644041f;
+  static constexpr JAXINFER_DEVICE float coefficient(int i) {
+    return i == 0 ? 1.0f : i == 1 ? -0.33206912f : 0.11644041f;
+  }
 };
 
 // Capped logits, to 7e-7 of each. For large ones cap - 2 cap / (e^(2s / cap) + 1): the exponential is
@@ -38,68 +44,44 @@ struct SoftCap {
     const float x = s * inverse;
     const float large = fmaf(-2.0f * cap, reciprocal(exp2_fast(x * (2.0f * kLog2e)) + 1.0f), cap);
     const float z = x * x;
-    float series = fmaf(z, TanhSeries::kC8, TanhSeries::kC6);
-    series = fmaf(series, z, TanhSeries::kC4);
-    series = fmaf(series, z, TanhSeries::kC2);
-    series = fmaf(series, z, 1.0f);
+    float series = TanhSeries::coefficient(TanhSeries::kCount - 1);
+#pragma unroll
+    for (int i = TanhSeries::kCount - 2; i >= 0; --i) series = fmaf(series, z, TanhSeries::coefficient(i));
     return fabsf(x) < TanhSeries::kBound ? series * s : large;
   }
 };
 
-// The same series for scores, whose logits are score * logit_scale: x * series(x) is the capped logit times
+// A series of tanh for scores, whose logits are score * logit_scale: x * series(x) is the capped logit times
 // `factor`.
+template <class Tanh>
 class CapSeries {
  public:
   JAXINFER_DEVICE CapSeries(float cap, float logit_scale, float factor) {
     const float unit = logit_scale / cap;
     const float square = unit * unit;
-    c0_ = logit_scale * factor;
-    c2_ = TanhSeries::kC2 * (square * c0_);
-    c4_ = TanhSeries::kC4 * (square * (square * c0_));
-    c6_ = TanhSeries::kC6 * (square * (square * (square * c0_)));
-    c8_ = TanhSeries::kC8 * (square * (square * (square * (square * c0_))));
+    float power = logit_scale * factor;
+#pragma unroll
+    for (int i = 0; i < Tanh::kCount; ++i) {
+      c_[i] = Tanh::coefficient(i) * power;
+      power *= square;
+    }
   }
 
   JAXINFER_DEVICE float operator()(float x) const {
     const float z = x * x;
-    float series = fmaf(z, c8_, c6_);
-    series = fmaf(series, z, c4_);
-    series = fmaf(series, z, c2_);
-    return fmaf(series, z, c0_);
+    float series = c_[Tanh::kCount - 1];
+#pragma unroll
+    for (int i = Tanh::kCount - 2; i >= 0; --i) series = fmaf(series, z, c_[i]);
+    return series;
   }
+  JAXINFER_DEVICE float& leading() { return c_[Tanh::kCount - 1]; }
   // Coefficients that vanish would make NaN of an infinite x, and infinite ones of 0.
-  JAXINFER_DEVICE bool is_usable() const { return c8_ >= 1e-37f && c8_ <= kLargestFloat; }
-
- private:
-  float c0_;  // of 1, x^2, ...
-  float c2_;
-  float c4_;
-  float c6_;
-  float c8_;
-};
-
-// The short series.
-class ShortCapSeries {
- public:
-  JAXINFER_DEVICE ShortCapSeries(float cap, float logit_scale, float factor) {
-    const float unit = logit_scale / cap;
-    const float square = unit * unit;
-    c0_ = logit_scale * factor;
-    c2_ = ShortTanhSeries::kC2 * (square * c0_);
-    c4_ = ShortTanhSeries::kC4 * (square * (square * c0_));
+  JAXINFER_DEVICE bool is_usable() const {
+    return c_[Tanh::kCount - 1] >= 1e-37f && c_[Tanh::kCount - 1] <= kLargestFloat;
   }
 
-  JAXINFER_DEVICE float operator()(float x) const {
-    const float z = x * x;
-    return fmaf(fmaf(z, c4_, c2_), z, c0_);
-  }
-  JAXINFER_DEVICE float& leading() { return c4_; }
-  JAXINFER_DEVICE bool is_usable() const { return c4_ >= 1e-37f && c4_ <= kLargestFloat; }
-
  private:
-  float c0_;  // of 1, x^2, x^4
-  float c2_;
-  float c4_;
+  float c_[Tanh::kCount];  // of 1, x^2, ...
 };
 
 // Stands for a hidden score that is to be capped. Not an infinity, because products that overflowed have
@@ -136,7 +118,7 @@ class ScoreCap {
  private:
   float cap_;
   float logit_scale_;
-  CapSeries series_;
+  CapSeries<TanhSeries> series_;
 };
 
 // Exponents of scores that are a constant factor away from them.
@@ -149,6 +131,7 @@ struct LinearExponents {
   // What every exponent needs, all but a square of it.
   JAXINFER_DEVICE float& leading() { return scale; }
   JAXINFER_DEVICE float operator()(float x, float shift) const { return fmaf(x, scale, -shift); }
+  JAXINFER_DEVICE float largest_sum(float) const { return kLargestSum; }
   JAXINFER_DEVICE bool is_near(float) const { return true; }
   JAXINFER_DEVICE bool is_middle(float) const { return false; }
   JAXINFER_DEVICE float middle(float x) const { return x; }
@@ -164,14 +147,15 @@ struct GivenExponents {
 // Exponents of capped logits, straight from scores by the short series: three instructions more than without
 // a cap, and none of them on the unit that exp2 keeps busy. m are capped logits.
 //
-// No score is tested for whether the series reaches it. One beyond gets a weight above kLargestSum, like any
-// that exceeds the known maximum by much, which is noticed: the series grows faster than tanh. For one below
-// see ScoreCap; where the short series makes it 2% too small, it is negligible. So rows with maxima in
+// No score is tested for whether the series reaches it. One beyond gets a weight above largest_sum(), like
+// any that exceeds the known maximum by much, which is noticed: the series grows faster than tanh. For one
+// below see ScoreCap; where the short series makes it 2% too small, it is negligible. So rows with maxima in
 // between (is_near) take this way, and others the longer series or ScoreCap::any.
 struct CappedExponents {
   static constexpr bool kCapped = true;
   static constexpr float kLargestSum = 256.0f;
-  static constexpr float kLargestExponent = 8.0f;
+  // By how much the scores of a near row may exceed its maximum at least. Less makes more blocks weigh twice.
+  static constexpr float kLeastRise = 1.0f;
   // Up to here 2.9e-5 of a logit are 0.001.
   static constexpr float kLargestReach = 50.0f;
   float scale;  // of m
@@ -186,11 +170,15 @@ struct CappedExponents {
 
   JAXINFER_DEVICE float& leading() { return series_.leading(); }
   JAXINFER_DEVICE float operator()(float x, float shift) const { return fmaf(series_(x), x, -shift); }
+  // What a row's sum may be, so that none of its weights is of a score that the series does not reach.
+  JAXINFER_DEVICE float largest_sum(float shift) const {
+    return fminf(exp2_fast(reach_ - shift), kLargestSum);
+  }
   // Of a row's maximum, scaled.
   JAXINFER_DEVICE bool is_near(float shift) const {
-    return series_.is_usable() && is_within(shift, reach_, below_);
+    return series_.is_usable() && is_within(shift, reach_ - kLeastRise, below_);
   }
-  // The same for the longer series, where the short one does not reach.
+  // The same for the longer series, once the largest of all scores is known.
   JAXINFER_DEVICE bool is_middle(float shift) const {
     return exact_.is_usable() && is_within(shift, wide_, wide_);
   }
@@ -199,16 +187,17 @@ struct CappedExponents {
   JAXINFER_DEVICE float largest(float x) const { return exact_.logit(x); }
 
  private:
-  // The series is exact up to exponent `above`, and good enough for negligible weights down to -`below`.
+  // Whether a row's maximum suits a series that is exact up to exponent `above`, and good enough for
+  // negligible weights down to -`below`.
   static JAXINFER_DEVICE bool is_within(float shift, float above, float below) {
-    return shift <= above - kLargestExponent && shift >= ScoreCap::kNegligible - below;
+    return shift <= above && shift >= ScoreCap::kNegligible - below;
   }
 
   float reach_;  // exponents, see is_within()
   float below_;
   float wide_;
   ScoreCap exact_;
-  ShortCapSeries series_;
+  CapSeries<ShortTanhSeries> series_;
 };
 
 }  // namespace jaxinfer
