@@ -81,16 +81,13 @@ class WgmmaConsumer {
   }
   JAXINFER_DEVICE const Item& item() const { return slot().cursor.item; }
 
-  JAXINFER_DEVICE float logit_scale() const { return fabsf(params_.variant.sm_scale); }
-  // Of score fragments to logits; the variant's fragments are logits already.
-  JAXINFER_DEVICE float fragment_scale() const { return Variant::kLogits ? 1.0f : logit_scale(); }
-  // Of maxima to logits and to base-2 exponents; with a soft cap maxima are logits.
-  JAXINFER_DEVICE float max_scale() const { return Variant::kCapped ? 1.0f : fragment_scale(); }
+  // Of maxima to logits and to base-2 exponents.
+  JAXINFER_DEVICE float max_scale() const { return jaxinfer::max_scale<Variant>(params_.variant); }
   JAXINFER_DEVICE float scale() const { return exponent_scale(max_scale()); }
 
   JAXINFER_DEVICE Exponents exponents() const {
     if constexpr (Variant::kCapped) {
-      return CappedExponents(params_.variant.logits_soft_cap, fragment_scale());
+      return CappedExponents(params_.variant.logits_soft_cap, fragment_scale<Variant>(params_.variant));
     } else {
       return LinearExponents{scale()};
     }

@@ -385,7 +385,7 @@ class WgmmaProducer {
         const uint32_t at = (group % 2 == 0 ? even : odd) + group * 4 * kPanelBytes;
 #pragma unroll
         for (int p = 0; p < kPanels; ++p) {
-          copy_row_async(at + p * Shared::kKvPanel, source + p * kPanelBytes, there > p * 8);
+          copy_async<false>(at + p * Shared::kKvPanel, source + p * kPanelBytes, there > p * 8);
         }
       };
       if (block.all[part] && head_dim == kPanels * kPanelElements) {

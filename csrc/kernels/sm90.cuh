@@ -110,12 +110,6 @@ JAXINFER_DEVICE void copy_box(uint32_t to, const TensorMap* map, uint32_t barrie
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// copy_async of ptx.cuh without an L2 policy.
-JAXINFER_DEVICE void copy_row_async(uint32_t to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(present ? 16 : 0)
-               : "memory");
-}
 // Waits until all copies of this thread have landed.
 JAXINFER_DEVICE void wait_all_copies() {
   injected_delay();

@@ -119,11 +119,7 @@ def render(spec: KernelSpec, arch: str) -> Rendered:
     if spec.kernel == "append":
         return _render_append(spec)
     kernel = template(spec, arch)
-    config = (
-        merge_config(dtype=spec.dtype, head_dim_vo=spec.head_dim_vo)
-        if kernel == "merge"
-        else _tile(spec, kernel, arch)
-    )
+    config = merge_config() if kernel == "merge" else _tile(spec, kernel, arch)
     constants = [
         f"static constexpr DType kDType = {_DTYPE[spec.dtype]};",
         f"static constexpr int kHeadDimQk = {spec.head_dim_qk};",
@@ -182,8 +178,6 @@ def _tile(spec: KernelSpec, kernel: str, arch: str) -> TileConfig:
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
         tile=spec.tile,
-        packed=spec.packed,
-        contiguous=spec.contiguous,
         plain=plain,
         arch=arch,
     )

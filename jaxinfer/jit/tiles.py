@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-_ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+from .arch import arch_number
+from .spec import ELEMENT_SIZE
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,6 @@ def tile_config(
     head_dim_qk: int,
     head_dim_vo: int,
     tile: int,
-    packed: bool,
-    contiguous: bool,
     plain: bool,
     arch: str,
 ) -> TileConfig:
@@ -136,7 +135,7 @@ def tile_config(
     if kernel == "attention_simt":
         if tile != 1:
             raise NotImplementedError(f"tile {tile} on CUDA cores; supported: tile 1")
-        shape = _fit(_SIMT, dims, tile, _ELEMENT_SIZE[dtype], arch)
+        shape = _fit(_SIMT, dims, tile, ELEMENT_SIZE[dtype], arch)
     else:
         if tile not in _MMA or dtype not in ("float16", "bfloat16"):
             raise NotImplementedError(
@@ -147,12 +146,12 @@ def tile_config(
         shape = rows.get(dims) or rows[max(dims), max(dims)]
         if tile > 16 * shape.warps_m:
             shape = _fit_two(shape, dims, tile, plain, arch)
-        elif tile == 32 and max(dims) > 128 and _number(arch) >= 100:
+        elif tile == 32 and max(dims) > 128 and arch_number(arch) >= 100:
             shape = replace(shape, block_kv=16)  # for registers, as in _fit_two
-        elif not plain and _number(arch) >= 100:
+        elif not plain and arch_number(arch) >= 100:
             shape = replace(shape, block_kv=min(shape.block_kv, 32))  # for registers, as in _fit_two
         shape = _fit(shape, dims, tile, 2, arch)
-    smem = _smem_bytes(shape, dims, tile, _ELEMENT_SIZE[dtype])
+    smem = _smem_bytes(shape, dims, tile, ELEMENT_SIZE[dtype])
     room = _smem_per_multiprocessor(arch) // (smem + _SMEM_RESERVED)
     return TileConfig(
         num_threads=32 * shape.warps_m * shape.streams,
@@ -266,7 +265,7 @@ def _wgmma_smem_bytes(head_dim_qk: int, head_dim_vo: int, tile: int, block_kv: i
     return data + -(-(flags + states) // 16) * 16
 
 
-def merge_config(*, dtype: str, head_dim_vo: int) -> TileConfig:
+def merge_config() -> TileConfig:
     """Geometry of the merge: one warp per (merge entry, query head, 128 columns).
 
     Two warps: such a CTA finds registers beside two attention CTAs, which it waits for.
@@ -281,12 +280,7 @@ def append_config() -> TileConfig:
 
 def _smem_per_multiprocessor(arch: str) -> int:
     """Of `arch` ("sm_90a"). Newer ones than the table knows are taken as consumer parts, which have the least."""
-    return _SMEM_PER_MULTIPROCESSOR.get(_number(arch), 100 * _KB)
-
-
-def _number(arch: str) -> int:
-    """90 of "sm_90a"."""
-    return int("".join(filter(str.isdigit, arch)))
+    return _SMEM_PER_MULTIPROCESSOR.get(arch_number(arch), 100 * _KB)
 
 
 def _smem_bytes(shape: _Shape, dims: tuple[int, int], tile: int, element_size: int) -> int:
@@ -313,7 +307,7 @@ def _fit_two(shape: _Shape, dims: tuple[int, int], tile: int, plain: bool, arch:
     small = replace(shape, block_kv=min(shape.block_kv, 32))
     # What masks and users' rules know of every row has no registers beside the scores of 64 columns; from 10.0 on the
     # assembler needs more of them for everything.
-    for candidate in [shape, small] if plain and _number(arch) < 100 else [small]:
+    for candidate in [shape, small] if plain and arch_number(arch) < 100 else [small]:
         if _smem_bytes(candidate, dims, tile, 2) <= limit:
             return candidate
     return replace(shape, warps_m=2 * shape.warps_m)
