@@ -115,3 +115,14 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_folder() == tmp_path / "xdg" / "jaxinfer"
     monkeypatch.setenv("JAXINFER_CACHE", "~/own")
     assert cache_folder() == tmp_path / "own"
+
+
+def test_a_user_without_a_home_has_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "JAXINFER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unlisted(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unlisted)
+    assert cache_folder() == Path("/.cache/jaxinfer")
