@@ -292,6 +292,14 @@ def test_warmup_covers_what_plans_choose() -> None:
     assert sum(KernelSpec.from_json(s).kernel == "merge" for s in specs) == 1
 
 
+def test_warmup_takes_rules_that_change_inputs_at_every_head_dim() -> None:
+    """The tile of three warpgroups cannot have them, so no plan chooses it."""
+    hole = "template <int kCount> __device__ void query(float (&x)[kCount], int dim, const Row& row) const {}"
+    heads = warmup.AttentionHeads(32, 8, 64)
+    for variant, widest in ((jaxinfer.Variant(), 192), (jaxinfer.Variant.from_cuda(hole), 128)):
+        assert max(KernelSpec.from_json(s).tile for s in warmup.model_kernels(heads, [variant])) == widest
+
+
 # --- rules written by the user
 
 

@@ -15,6 +15,7 @@ import pytest
 from jaxinfer.cli import main
 from jaxinfer.jit import cache, nvrtc, registry
 from jaxinfer.jit.spec import KernelSpec
+from jaxinfer.jit.warmup import warmup
 
 APPEND = KernelSpec("append", "bfloat16")
 
@@ -135,6 +136,13 @@ def test_the_warmup_command_fills_the_cache(
     assert lines[0].startswith(f"[1/{count}] append bfloat16 sm_80: ")
     assert lines[-1] == f"{count} kernels ready in {fresh}"
     assert main(argv) == 0 and len(compilations) == count
+
+
+def test_warmup_compiles_an_iterators_specs_for_every_architecture(
+    fresh: Path, compilations: list[str]
+) -> None:
+    assert warmup(iter([APPEND.to_json()]), ["sm_80", "sm_90a"], progress=lambda line: None) == 2
+    assert len(compilations) == 2
 
 
 def test_the_warmup_command_takes_the_architectures_that_gpus_load(

@@ -16,7 +16,7 @@ from jaxinfer._heads import check_head_dim, check_heads
 
 from . import cache, registry, select
 from .arch import arch_of
-from .render import template
+from .render import changes_inputs, template
 from .spec import RULES, KernelSpec
 
 if TYPE_CHECKING:
@@ -71,13 +71,14 @@ def model_kernels(
 
     group_size = check_heads(config.num_qo_heads, config.num_kv_heads)
     check_head_dim(config.head_dim)
-    tiles = [t for t in (16, 32, 64, 128) if t >= group_size]
-    if config.head_dim <= 64:
-        tiles.append(192)
-    if dtype == "float32":
-        tiles = [1]
     specs = [select.append_kernels(dtype=dtype)]
     for variant in variants:
+        functor = None if variant.functor is None else variant.functor.source
+        tiles = [t for t in (16, 32, 64, 128) if t >= group_size]
+        if config.head_dim <= 64 and not changes_inputs(functor):
+            tiles.append(192)
+        if dtype == "float32":
+            tiles = [1]
         specs += select.attention_kernels(
             dtype=dtype,
             head_dim_qk=config.head_dim,
@@ -87,7 +88,7 @@ def model_kernels(
             contiguous=False,
             page_size=page_size,
             rules=sum(RULES[rule] for rule in rules(variant)),
-            functor=None if variant.functor is None else variant.functor.source,
+            functor=functor,
             implementation=None,
         ).splitlines()
     return list(dict.fromkeys(specs))
@@ -120,10 +121,11 @@ def warmup(
     Raises:
       RuntimeError: no NVRTC, no GPU (with archs None), or a kernel does not compile.
     """
+    parsed = [(text, KernelSpec.from_json(text)) for text in specs]
     jobs = [
         (text, spec, arch)
         for arch in (local_archs() if archs is None else archs)
-        for text, spec in ((text, KernelSpec.from_json(text)) for text in specs)
+        for text, spec in parsed
         if _runs_on(spec, arch)
     ]
     for number, (text, spec, arch) in enumerate(jobs, 1):
