@@ -33,12 +33,15 @@ def register(
         return json.dumps(dict(zip(meta_fields, values, strict=True)), default=encode).encode()
 
     def load(saved: bytes | bytearray) -> dict[str, Any]:
-        static = {name: decode(name, value) for name, value in json.loads(bytes(saved)).items()}
-        if list(static) != list(meta_fields):
+        values = json.loads(bytes(saved))
+        if list(values) != list(meta_fields):
             raise ValueError(
-                f"a saved {cls.__name__} has the fields {list(static)}, this version of jaxinfer {list(meta_fields)}"
+                f"a saved {cls.__name__} has the fields {list(values)}, this version of jaxinfer {list(meta_fields)}"
             )
-        return static
+        try:
+            return {name: decode(name, value) for name, value in values.items()}
+        except (KeyError, TypeError) as error:  # of a field that has fields of its own
+            raise ValueError(f"a saved {cls.__name__} is another version of jaxinfer's: {error}") from None
 
     export.register_pytree_node_serialization(
         cls,

@@ -89,3 +89,18 @@ def test_a_program_of_a_version_with_other_fields_is_refused(monkeypatch: pytest
     saved = export.export(jax.jit(lambda layout: layout.q_len + 1))(paged([1, 2])).serialize()
     with pytest.raises(ValueError, match=r"a saved BlockSparse has the fields .*'new'\]"):
         export.deserialize(saved)
+
+
+@pytest.mark.parametrize(("name", "value"), [("new", 1), ("classes", [{"width": 16}])])
+def test_a_plan_of_a_version_with_other_facts_is_refused(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dumps(x: Any, default: Any) -> str:
+        return bytes_of(x, default=lambda spec: {**default(spec), name: value})
+
+    bytes_of = json.dumps
+    monkeypatch.setattr("jaxinfer._pytree.json.dumps", dumps)
+    plan = jaxinfer.plan(paged([1, 2]), **HEADS)
+    saved = export.export(jax.jit(lambda plan: plan.data + 1))(plan).serialize()
+    with pytest.raises(ValueError, match=r"a saved Plan is another version of jaxinfer's: .*(new|width)"):
+        export.deserialize(saved)
