@@ -223,7 +223,8 @@ def host_arrays(layout: BlockSparse) -> list[Any]:
 
 def _as_key(value: Any) -> Any:
     """Lists as tuples, so that they can be looked up."""
-    return tuple(value) if isinstance(value, (list, np.ndarray)) else value
+    is_list = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    return tuple(value) if is_list else value
 
 
 @lru_cache(maxsize=1024, typed=True)  # 4.0 is no number of heads, though it equals 4

@@ -182,7 +182,7 @@ def append_kv(
       The new (k_pages, v_pages).
 
     Raises:
-      ValueError: the pools and the new rows differ in dtype, or kv_layout is neither.
+      ValueError: the pools and the new rows differ in dtype, slots in length from them, or kv_layout is neither.
     """
     offset_axis = _offset_axis(kv_layout)
     axis = 0 if layer is None else 1

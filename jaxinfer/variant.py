@@ -76,9 +76,11 @@ class Variant:
 
         Raises:
           ValueError: wrong dtype, rank, not one mask_indptr entry per BSR row and one more, or operands that
-            no functor reads.
+            no functor reads or that are no tuple.
           NotImplementedError: a custom mask with a composed layout.
         """
+        if not isinstance(self.operands, tuple):
+            raise ValueError(f"operands is filled by Variant.from_cuda, got {type(self.operands).__name__}")
         if self.functor is None and self.operands:
             raise ValueError(
                 f"operands holds {len(self.operands)} array(s) that no functor reads; Variant.from_cuda fills both"

@@ -45,6 +45,12 @@ def test_counts_of_a_plan(name: str, value: Any) -> None:
         plan(**given)
 
 
+@pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim", "num_ctas"])
+def test_numpy_ints_of_rank_0_are_ints(name: str) -> None:
+    value = {**HEADS, "num_ctas": 3}[name]
+    assert plan(**{name: np.array(value)}).spec == plan(**{name: value}).spec
+
+
 @pytest.mark.parametrize("value", [0.0, False])
 def test_a_zero_that_is_no_int_is_no_number_of_pages(value: Any) -> None:
     with pytest.raises(ValueError, match=f"num_pages must be an int, got {value}"):
@@ -87,6 +93,11 @@ def test_options_of_a_plan(options: dict[str, Any], message: str) -> None:
         ({"implementation": np.array(["mma"] * 2)}, ValueError, "implementation must be None or one of"),
         ({"sm_scale": 10**400}, ValueError, "sm_scale must be finite in float32, got an int of 1329 bits"),
         ({"variant": Variant(operands=(K,))}, ValueError, "operands holds 1 array.*from_cuda"),
+        (
+            {"variant": Variant(operands=K)},
+            ValueError,
+            "operands is filled by Variant.from_cuda, got ndarray",
+        ),
     ],
 )
 def test_options_of_a_call(options: dict[str, Any], error: type[Exception], message: str) -> None:

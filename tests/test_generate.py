@@ -283,6 +283,7 @@ def test_refusals(call: Any, message: str) -> None:
         (lambda g: g.submit(b"abc"), "prompt must be text, tokens, .* got bytes"),
         (lambda g: g.submit([3, 1.5]), r"prompt must be text, tokens, .* got \[3, 1.5\]"),
         (lambda g: g.submit([[3], [4]]), "prompt must be text, tokens, or a list of chat messages"),
+        (lambda g: g.submit(np.array(3)), r"prompt must be text, tokens, .* got array\(3\)"),
         (lambda g: Generator(None), "model must be a Model, as load_model gives, got NoneType"),
         (lambda g: g.generate([3]), "prompt must be text, tokens, or a list of chat messages, got int"),
         (lambda g: g.submit({"role": "user", "content": ""}), "a list of chat messages, got dict"),

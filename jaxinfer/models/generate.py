@@ -186,8 +186,8 @@ class Generator:
                 f"prompt must be text, tokens, or a list of chat messages, got {type(prompt).__name__}"
             )
         parts: Sequence[Any] = prompt
-        messages = [part for part in parts if isinstance(part, Mapping)]
         try:
+            messages = [part for part in parts if isinstance(part, Mapping)]
             tokens = [operator.index(part) for part in parts if not isinstance(part, Mapping)]
         except TypeError:
             raise TypeError(
@@ -228,9 +228,8 @@ class Generator:
         """Submits all prompts and waits; results in order of the prompts. Arguments as in `submit`; where one of
         the prompts is refused, or a step is interrupted, none is left queued.
         """
-        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(
-            prompts, Iterable
-        ):  # text is a sequence of texts, of one letter each
+        # Text is a sequence of texts, of one letter each.
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise TypeError(
                 f"prompts must be a list of prompts, got one {type(prompts).__name__}; for one prompt give [prompt]"
             )
