@@ -256,6 +256,10 @@ def test_default_sizes() -> None:
         (lambda g: Sampling(top_k=2.5), "top_k must be an int, got 2.5"),
         (lambda g: Sampling(seed=1.5), "seed must be an int, got 1.5"),
         (lambda g: Sampling(temperature=0.0), "temperature: got 0.0"),
+        (
+            lambda g: Sampling(temperature=10**400),
+            "temperature must be finite in float32, got an int of 1329",
+        ),
         (lambda g: Sampling(temperature=float("nan")), "temperature: got nan"),
         (lambda g: Sampling(top_k=0), "top_k: got 0"),
         (lambda g: Sampling(top_p=0.0), "top_p: got 0.0"),

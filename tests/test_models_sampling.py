@@ -102,6 +102,11 @@ def test_tiny_temperatures_take_the_most_likely_token(temperature: float, best: 
     assert sample(jnp.asarray(logits), rows).tolist() == [best]
 
 
+def test_numpy_temperatures_of_16_bits() -> None:
+    rows = SamplingRows.build(1, 3, [(0, Sampling(temperature=np.float16(0.5)), 0)])  # warnings are errors
+    assert rows.temperature.tolist() == [0.5]
+
+
 def test_huge_temperatures_are_finite() -> None:
     rows = SamplingRows.build(50, 3, [(i, Sampling(temperature=1e300, seed=i), 0) for i in range(50)])
     assert set(sample(jnp.tile(jnp.array([[-9.0, 9.0, 0.0]]), (50, 1)), rows).tolist()) == {0, 1, 2}

@@ -38,6 +38,8 @@ class Sampling:
                 value, (int, float, np.integer, np.floating, type(None))
             ):
                 raise ValueError(f"{name}: got {value!r}, expected a number, or None")
+            if value is not None:
+                _args.real(name, value)
         if self.top_k is not None:
             _args.index("top_k", self.top_k)
         _args.index("seed", self.seed)
@@ -74,9 +76,8 @@ class SamplingRows:
         seed = np.zeros(num_rows, np.uint32)
         for row, sampling, generated in entries:
             # XLA takes subnormal numbers for 0, which stands for greedy rows.
-            temperature[row] = (
-                0.0 if sampling.temperature is None else np.clip(sampling.temperature, *_NORMAL)
-            )
+            given = sampling.temperature
+            temperature[row] = 0.0 if given is None else np.clip(float(given), *_NORMAL)
             top_k[row] = vocab_size if sampling.top_k is None else min(sampling.top_k, vocab_size)
             top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
             seed[row], index[row] = sampling.seed, generated
