@@ -64,12 +64,13 @@ def assert_close(got: Any, want: Any, *, rtol: float = 1e-7, atol: float = 0.0, 
     np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=err_msg)
 
 
-def expect_accurate(o: Any, lse: Any, want_o: Any, want_lse: Any, note: str = "") -> None:
-    """o and lse (None without softmax) within the documented accuracy of the oracle's.
+def expect_accurate(o: Any, lse: Any, want_o: Any, want_lse: Any, dtype: Any, note: str = "") -> None:
+    """o, in q's dtype, and lse (None without softmax) within the documented accuracy of the oracle's.
 
     o [num_tokens, num_qo_heads, head_dim] is judged by the norm of all of it, lse number by number; tokens that see
     nothing have exactly the empty state.
     """
+    assert o.dtype == dtype and o.shape == want_o.shape, f"{o.dtype}{o.shape}; {note}"
     got = np.asarray(o).astype(np.float64)
     assert np.isfinite(got).all(), note
     error, norm = np.linalg.norm(got - want_o), np.linalg.norm(want_o)

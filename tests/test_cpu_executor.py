@@ -61,7 +61,7 @@ def run(case: Case, **plan_options: Any) -> tuple[Any, Any]:
 
 def check(case: Case, o: Any, lse: Any) -> None:
     """Judges a result by the oracle."""
-    expect_accurate(o, lse, *attention_oracle(*case.args, **case.oracle_kwargs))
+    expect_accurate(o, lse, *attention_oracle(*case.args, **case.oracle_kwargs), case.q.dtype)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
